@@ -209,7 +209,10 @@ class WorkerConnection:
         """Send the part of a sequence's output that has changed, or that the worker may not know, in a message."""
         output = state.sequence.output_token_ids
         ready = int(self.table.ready[state.slot])
-        filled = ready & POSITION if ready >= 0 else 0
+        if ready >= 0:
+            filled = ready & POSITION
+        else:
+            filled = 0
         sent = int(self.table.target[state.slot]) & POSITION
         start = min(filled, sent, len(output))
         if state.changed_from is not None:
@@ -221,7 +224,10 @@ class WorkerConnection:
     def _next_version(self, slot: int, length: int) -> int:
         """Request the mask after an output that is sent in a message. Returns the output's version."""
         target = int(self.table.target[slot])
-        edits = ~target if target < 0 else target // EDIT
+        if target < 0:
+            edits = ~target
+        else:
+            edits = target // EDIT
         version = (edits + 1) * EDIT + length
         self.table.target[slot] = version
         return version

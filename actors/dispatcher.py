@@ -125,14 +125,20 @@ class Dispatcher:
         self._changed.update(worker.receive())  # what it answered before its end still counts
         self._poller.unregister(worker.channel.fd)
         self.workers.remove(worker)
-        culprits = [] if culprit is None else worker.concerned(culprit)
+        if culprit is None:
+            culprits = []
+        else:
+            culprits = worker.concerned(culprit)
         busy = {state for work in worker.work() for state in worker.concerned(work)}
         if not busy:  # any of those that it should have begun with may be the reason
             busy = {state for state in worker.sequences.values() if not state.is_ready}
         self._suspect(cause, culprits, busy)
         died = WorkerDied(f"{error.message} while it computed this request's mask")
         died.retryable = False  # the mask may have ended it
-        replays = self._max_replays if cause == "died" else max(1, self._max_replays)
+        if cause == "died":
+            replays = self._max_replays
+        else:
+            replays = max(1, self._max_replays)
         for state in worker.sequences.values():
             state.replays += state in busy
             is_lost = state in culprits or state.replays > replays
@@ -199,7 +205,10 @@ class Dispatcher:
     def rollback(self, sequence_id: int, length: int) -> None:
         state = self._sequences.get(sequence_id)
         if state is not None and state.worker is not None:
-            state.changed_from = length if state.changed_from is None else min(state.changed_from, length)
+            if state.changed_from is None:
+                state.changed_from = length
+            else:
+                state.changed_from = min(state.changed_from, length)
             self._changed.add(state)
 
     def submit(self, sequences: Sequence[GuidedSequence]) -> None:

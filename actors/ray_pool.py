@@ -206,7 +206,10 @@ class Supervisor:
                     "the same one on all nodes"
                 )
             connection, is_local = self._connect(session, location.host, location.pid)
-            process = psutil.Process(location.pid) if is_local else None
+            if is_local:
+                process = psutil.Process(location.pid)
+            else:
+                process = None
             if self._pool.pin is not None:
                 self._pool.pin(connection.table.mask)
             _log.info("mask actor %d (pid %d) is up after %.1f s", self.index, location.pid, time.monotonic() - began)
@@ -223,7 +226,10 @@ class Supervisor:
                 self._state = "restarting"
             error = self._error_of(cause, location.pid)
             if not self.stopping.is_set():
-                works = connection.work() if culprit is None else [culprit]
+                if culprit is None:
+                    works = connection.work()
+                else:
+                    works = [culprit]
                 self._record_end(
                     cause, error.message + "".join(connection.described(work, watch.silent) for work in works)
                 )

@@ -356,7 +356,10 @@ class StepServer:
         slot.seconds = self._seconds[number] = seconds
         slot.grammar.seconds = min(slot.grammar.seconds, seconds)
         if error is None:
-            status = STEERED if number in self._worker.steered else OK
+            if number in self._worker.steered:
+                status = STEERED
+            else:
+                status = OK
             vetoed = self._worker.vetoed.get(number)
             if vetoed is not None:
                 status |= CHECKED

@@ -46,7 +46,10 @@ class Watch:
         self._process = process
         self._memory = memory
         self._limits = {"fill": mask_limit, "load": LOAD_SECONDS, "import": LOAD_WALL_SECONDS}
-        self._most = REMOTE_SILENT_SECONDS if process is None else SILENT_SECONDS
+        if process is None:
+            self._most = REMOTE_SILENT_SECONDS
+        else:
+            self._most = SILENT_SECONDS
         self.silent = 0.0
         """Seconds without a heartbeat."""
         self._unread = 0.0
@@ -69,7 +72,10 @@ class Watch:
         before = self._seen
         self._seen = (float(mark["beat"]), int(table.ready.sum()))
         works = self._connection.work()
-        self.silent = self.silent + passed if before[0] == self._seen[0] else 0.0
+        if before[0] == self._seen[0]:
+            self.silent = self.silent + passed
+        else:
+            self.silent = 0.0
         if works or before[1] != self._seen[1] or not table.has_work():
             self._unread = 0.0
         elif not self._connection.requests:  # while there are any, the engine has not sent all

@@ -38,7 +38,10 @@ def placement_group(resources: Mapping[str, float], options: ServeOptions) -> di
         return {}
     where = NodePlacement.parse(options.ray.placement)
     replica = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
-    actor_cpus = 1.0 if options.ray.actor_cpus is None else options.ray.actor_cpus
+    if options.ray.actor_cpus is None:
+        actor_cpus = 1.0
+    else:
+        actor_cpus = options.ray.actor_cpus
     mask_actor = {"CPU": actor_cpus, **({where.name: where.amount} if where.amount else {})}
     bundles = [replica, *[mask_actor] * options.ray.actors]
     settings: dict[str, Any] = {

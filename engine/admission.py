@@ -111,7 +111,10 @@ class Admission:
     def _check_params(self, params: SamplingParams) -> None:
         most = self._config.max_num_seqs
         if params.width > most:
-            name = "n" if params.best_of is None else "best_of"
+            if params.best_of is None:
+                name = "n"
+            else:
+                name = "best_of"
             raise InvalidRequest(f"{name} is {params.width}; the limit is {most}", param=name)
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             beyond = [token for token in getattr(params, name) or () if token >= self._vocab_size]

@@ -224,5 +224,8 @@ class AsyncLLM(BaseLLM):
         self._post([(stream, self._ended_error()) for stream in left])
 
     def _ended_error(self) -> InternalError:
-        why = "is shutting down" if self._death is None else f"has died: {bounded(self._death)}"
+        if self._death is None:
+            why = "is shutting down"
+        else:
+            why = f"has died: {bounded(self._death)}"
         return InternalError(f"the engine {why}")

@@ -63,7 +63,10 @@ class BeamSearch:
         ]
         self.finished.sort(key=lambda one: -one.score)
         del self.finished[self._width :]
-        running = [] if is_last else [one for one in best if one not in stopped][: self._width]
+        if is_last:
+            running = []
+        else:
+            running = [one for one in best if one not in stopped][: self._width]
         if not running or not self._can_improve(running[0], length):
             return None
         running += [Candidate(running[0].beam, running[0].token, -math.inf)] * (self._width - len(running))
@@ -99,7 +102,10 @@ class BeamSearch:
         early = self._params.early_stopping
         if early is True:
             return False
-        longest = self._max_tokens if early == "never" and self._params.length_penalty > 0 else length
+        if early == "never" and self._params.length_penalty > 0:
+            longest = self._max_tokens
+        else:
+            longest = length
         return self._score(best.logprob, longest) > self.finished[-1].score
 
 

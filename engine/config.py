@@ -78,5 +78,8 @@ class EngineConfig:
         """Return the maximum number of tokens in one step, which delays sequences that are decoding or not."""
         default = 4096
         if on_cpu:
-            default = 64 if delays_decoding else 1024
+            if delays_decoding:
+                default = 64
+            else:
+                default = 1024
         return max(self.max_num_batched_tokens or default, self.max_num_seqs + self.block_size)

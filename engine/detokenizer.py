@@ -32,7 +32,10 @@ class TokenTexts:
         self.with_special = list(ordinary)
         self.special = vocabulary.special_token_ids | set(vocabulary.stop_token_ids)
         for token in self.special:
-            text = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+            if token < len(tokenizer):
+                text = tokenizer.convert_ids_to_tokens(token)
+            else:
+                text = None
             self.without_special[token] = b""
             self.with_special[token] = (text or "").encode("utf-8")
 
@@ -93,11 +96,17 @@ class Detokenizer:
     def __init__(self, texts: TokenTexts, params: SamplingParams) -> None:
         spaces = params.spaces_between_special_tokens and not params.skip_special_tokens and params.constraint is None
         self._pieces = texts.pieces(params.skip_special_tokens)
-        self._special = texts.special if spaces else frozenset[int]()
+        if spaces:
+            self._special = texts.special
+        else:
+            self._special = frozenset[int]()
         self._stop = tuple(params.stop)
         self._include_stop = params.include_stop_str_in_output
         self._whole_characters = params.constraint is not None
-        self._held_back = 0 if self._include_stop else max([0, *(len(text) - 1 for text in self._stop)])
+        if self._include_stop:
+            self._held_back = 0
+        else:
+            self._held_back = max([0, *(len(text) - 1 for text in self._stop)])
         self._make_parser = params.parser
         searches_tag = self._stop and params.constraint is not None and params.parser is None
         self.free_places: set[int] | None = set() if searches_tag else None
@@ -110,7 +119,10 @@ class Detokenizer:
         self._done = 0
         self.text = ""
         """The text so far, including held-back text."""
-        self._parser = self._make_parser() if self._make_parser is not None and self._stop else None
+        if self._make_parser is not None and self._stop:
+            self._parser = self._make_parser()
+        else:
+            self._parser = None
         self._is_free = False
         self._free = ""
         """The free text that the parser has found, with `_GAP` instead of everything else. Without a parser: the text,
@@ -129,7 +141,10 @@ class Detokenizer:
                 text = self._decoder.decode(piece)
                 self.text += text
                 if self._parser is None:
-                    self._free += text if self._is_free else _GAP * len(text)
+                    if self._is_free:
+                        self._free += text
+                    else:
+                        self._free += _GAP * len(text)
             self._done = count
 
     def rewind(self, count: int) -> None:
@@ -157,7 +172,10 @@ class Detokenizer:
         if not hits or len(token_ids) <= min_tokens:
             return None
         at, stop = min(hits, key=lambda hit: hit[0] + len(hit[1]))
-        end = at + len(stop) if self._parser is None else self._end_of(searched[: at + len(stop)])
+        if self._parser is None:
+            end = at + len(stop)
+        else:
+            end = self._end_of(searched[: at + len(stop)])
         self.text = self.text[: end if self._include_stop else end - len(stop)]
         return stop
 

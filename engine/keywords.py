@@ -65,5 +65,8 @@ def refuse_unknown(of: str, given: Iterable[str], known: Collection[str]) -> Non
         why = _NOT_SUPPORTED.get(name)
         if why is None:
             close = difflib.get_close_matches(name, known, 1)
-            why = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+            if close:
+                why = f"did you mean {close[0]}?"
+            else:
+                why = f"known are {', '.join(sorted(known))}"
         raise InvalidRequest(f"{of} has no {name}: {why}", param=name)

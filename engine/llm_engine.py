@@ -76,7 +76,10 @@ class LLMEngine:
         self.logits_processors = LogitsProcessors(description, model.device, load_classes(config))
         self.sampler = Sampler(self.logits_processors, model.vocabulary.stop_token_ids)
         if not isinstance(processor, ProcessorBundle):  # it contains the exceptions of its members
-            standard = [] if pool is None or isinstance(processor, GuidedProcessor) else [GuidedProcessor(pool)]
+            if pool is None or isinstance(processor, GuidedProcessor):
+                standard = []
+            else:
+                standard = [GuidedProcessor(pool)]
             processor = ProcessorBundle(*standard, *([] if processor is None else [processor]), config=description)
         self.processor = processor
         on_cpu = model.device.type == "cpu"
@@ -148,10 +151,16 @@ class LLMEngine:
         is in seconds of `time.monotonic()`. `others` are refused: the error says what to use instead."""
         refuse_unknown("add_request()", without_neutral(others), ("prompt_token_ids", "arrival_time", "stream"))
         if prompt is None or prompt_token_ids is not None:
-            text = prompt if isinstance(prompt, str) else None
+            if isinstance(prompt, str):
+                text = prompt
+            else:
+                text = None
             prompt = {"prompt": text, "prompt_token_ids": prompt_token_ids}
         group = self.admit(request_id, prompt, sampling_params, stream=stream)
-        group.arrival_time = group.arrival_time if arrival_time is None else arrival_time
+        if arrival_time is None:
+            group.arrival_time = group.arrival_time
+        else:
+            group.arrival_time = arrival_time
         self.submit(group)
         return group
 
@@ -253,7 +262,10 @@ class LLMEngine:
             grammar = compiled.result()
             is_new = grammar.compiled_at >= group.arrival_time
             group.backend = grammar.backend
-            group.compile_seconds = grammar.compile_seconds if is_new else 0.0
+            if is_new:
+                group.compile_seconds = grammar.compile_seconds
+            else:
+                group.compile_seconds = 0.0
             group.checked = grammar.checked
             for sequence in group.sequences:
                 if sequence.guided is not None and grammar.checked and not group.sampling_params.use_beam_search:

@@ -75,7 +75,10 @@ class CompletionOutput:
         guided = sequence.guided
         wants_logprobs = params.logprobs is not None
         has_sum = params.needs_logprobs or params.use_beam_search
-        held_back = 0 if finished else sequence.held_back
+        if finished:
+            held_back = 0
+        else:
+            held_back = sequence.held_back
         count = max(0, sequence.num_output_tokens - held_back)
         if wants_logprobs:  # the log-probabilities of forced tokens come with the next step
             count = min(count, len(sequence.output_logprobs))
@@ -85,9 +88,15 @@ class CompletionOutput:
         text = sequence.detokenizer.visible(finished)
         if held_back:  # the search for stop strings has read tokens that are held back
             text = text[: len(sequence.detokenizer.text_of(sequence.data.output_token_ids[:count]))]
-        details = sequence.details if params.mask_details else None
+        if params.mask_details:
+            details = sequence.details
+        else:
+            details = None
         if details is not None:
-            seconds = 0.0 if guided is None else guided.mask_seconds or 0.0
+            if guided is None:
+                seconds = 0.0
+            else:
+                seconds = guided.mask_seconds or 0.0
             allowed = details.allowed[:count]
             forced = details.forced[:count]
             kept = details.kept[:count]

@@ -285,7 +285,10 @@ class SamplingParams:
             )
         else:
             options = {"open_objects": self.open_objects, "strict_schema": self.strict_schema}
-            built = None if chosen is None else build(chosen, spaces, **options)
+            if chosen is None:
+                built = None
+            else:
+                built = build(chosen, spaces, **options)
         if self.constraint is None or chosen is None:
             return built or self.constraint
         ready = GivenConstraint(self.constraint.kind, "constraint", self.constraint)
@@ -322,7 +325,10 @@ def _check_text(name: str, text: object) -> None:
 
 def _check_range(name: str, value: object, kind: type, allowed: Range) -> None:
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-        wanted = "an integer" if kind is int else "a number"
+        if kind is int:
+            wanted = "an integer"
+        else:
+            wanted = "a number"
         raise InvalidRequest(f"{name} is {wanted}, not {type(value).__name__}", param=name)
     if value not in allowed:
         raise InvalidRequest(f"{name} is {value}; it must be {allowed}", param=name)

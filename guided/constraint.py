@@ -75,8 +75,14 @@ class Constraint:
     def key(self) -> str:
         """Canonical key of 32 hex digits, equal for equal constraints in every process."""
         text = "\x1f".join((self.kind, self.source, "\x1e" if self.whitespace is None else self.whitespace))
-        text += "\x1fstrict" if self.strict else ""
-        text += "" if self.open_objects is None else f"\x1f{self.open_objects}"
+        if self.strict:
+            text += "\x1fstrict"
+        else:
+            text += ""
+        if self.open_objects is None:
+            text += ""
+        else:
+            text += f"\x1f{self.open_objects}"
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     @classmethod

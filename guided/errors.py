@@ -183,8 +183,14 @@ def from_wire(wire: Wire) -> GuidedError:
 
 def error_body(error: GuidedError) -> dict[str, Any]:
     """Return an error in OpenAI's shape, with a `pointer`, for the body of a response or an event of a stream."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    kind = "rate_limit_error" if error.status == 429 else kind
+    if error.status < 500:
+        kind = "invalid_request_error"
+    else:
+        kind = "server_error"
+    if error.status == 429:
+        kind = "rate_limit_error"
+    else:
+        kind = kind
     fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code, "pointer": error.pointer}
     return {"error": fields}
 

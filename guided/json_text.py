@@ -45,8 +45,14 @@ def loads(
         JsonError: `text` is not JSON, or an object in it has a key twice.
     """
     try:
-        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-        decoded = text if isinstance(text, str) else text.decode("utf-8")
+        if isinstance(text, str):
+            data = text.encode("utf-8", "surrogatepass")
+        else:
+            data = text
+        if isinstance(text, str):
+            decoded = text
+        else:
+            decoded = text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise JsonError(f"not UTF-8: {bounded(error.reason)} at byte {error.start}") from None
     if len(data) > min(max_values, max_nesting, max_members, MAX_NUMBER_LENGTH):  # a shorter text is within all limits

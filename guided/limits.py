@@ -124,15 +124,24 @@ class Limits:
                         message = f"brackets are nested deeper than {self.max_nesting} levels"
                         raise ConstraintTooLarge(message, param=param)
                 else:
-                    closed = repeated.pop() if len(repeated) > 1 else 1
+                    if len(repeated) > 1:
+                        closed = repeated.pop()
+                    else:
+                        closed = 1
                     end = token.end()
                     repeated[-1] = max(repeated[-1], closed)
             elif kind is not None:  # neither an escape nor a class
-                inner = closed if token.start() == end else 1
+                if token.start() == end:
+                    inner = closed
+                else:
+                    inner = 1
                 product = _bound(token) * inner
                 repeated[-1] = max(repeated[-1], product)
                 if product > self.max_repetition:
-                    what = f"the repetition {bounded(token[0], 40)!r} goes" if inner == 1 else "nested repetitions go"
+                    if inner == 1:
+                        what = f"the repetition {bounded(token[0], 40)!r} goes"
+                    else:
+                        what = "nested repetitions go"
                     message = f"{what} beyond the limit of {self.max_repetition}"
                     raise ConstraintTooLarge(message, param=param)
 

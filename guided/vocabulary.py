@@ -130,11 +130,17 @@ class Vocabulary:
 
         Raises `InvalidRequest` if no text tokens spell it.
         """
-        data = text.encode("utf-8") if isinstance(text, str) else text
+        if isinstance(text, str):
+            data = text.encode("utf-8")
+        else:
+            data = text
         if not data:
             return []
         valid = data[: valid_utf8(data)]
-        tokens = self._encode_canonically(valid.decode("utf-8")) if valid else []
+        if valid:
+            tokens = self._encode_canonically(valid.decode("utf-8"))
+        else:
+            tokens = []
         return tokens + self._encode_greedily(data[len(self.decode(tokens)) :])
 
     def _encode_canonically(self, text: str) -> list[int]:
@@ -248,9 +254,15 @@ class Vocabulary:
         """
         if stop_token_ids is None:
             eos = getattr(tokenizer, "eos_token_id", None)
-            stop_token_ids = () if eos is None else (eos,)
+            if eos is None:
+                stop_token_ids = ()
+            else:
+                stop_token_ids = (eos,)
         instruct = getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None)
-        path = os.fspath(instruct.tokenizer.file_path) if instruct is not None else ""
+        if instruct is not None:
+            path = os.fspath(instruct.tokenizer.file_path)
+        else:
+            path = ""
         if path.endswith(".json"):
             return cls.from_tekken(path, padded_vocab_size, stop_token_ids)
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
@@ -269,7 +281,10 @@ class Vocabulary:
         special = {added["id"] for added in json.loads(text)["added_tokens"] if added["special"]}
         special.update(getattr(tokenizer, "all_special_ids", ()))
         contents = [b"" if token in special else tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
-        width = len(contents) if padded_vocab_size is None else padded_vocab_size
+        if padded_vocab_size is None:
+            width = len(contents)
+        else:
+            width = padded_vocab_size
         return cls(tuple(contents), tuple(dict.fromkeys(stop_token_ids)), frozenset(special), width, text)
 
     @classmethod
@@ -283,7 +298,10 @@ class Vocabulary:
         num_special = config["default_num_special_tokens"]
         ordinary = document["vocab"][: config["default_vocab_size"] - num_special]
         contents = [b""] * num_special + [base64.b64decode(entry["token_bytes"]) for entry in ordinary]
-        width = len(contents) if padded_vocab_size is None else padded_vocab_size
+        if padded_vocab_size is None:
+            width = len(contents)
+        else:
+            width = padded_vocab_size
         special = frozenset(range(num_special))
         pattern = config["pattern"]
         return cls(tuple(contents), tuple(stop_token_ids), special, width, split_pattern=pattern)

@@ -30,7 +30,10 @@ class PersistentBatch:
         free = [index for index, sequence in enumerate(self._rows) if sequence not in staying]
         added: list[AddedRequest] = []
         for count, sequence in enumerate(sequence for sequence in rows if sequence not in known):
-            index = free[count] if count < len(free) else len(places)
+            if count < len(free):
+                index = free[count]
+            else:
+                index = len(places)
             places[index : index + 1] = [sequence]
             data = sequence.data
             added.append((index, sequence.params, data.prompt_token_ids, data.output_token_ids))

@@ -34,7 +34,10 @@ def load_classes(config: EngineConfig) -> list[type[LogitsProcessor]]:
     Raises:
         ValueError: a class cannot be imported, or is not a logits processor. The message names it.
     """
-    points = sorted(entry_points(group=GROUP), key=lambda point: point.name) if config.logits_processor_plugins else []
+    if config.logits_processor_plugins:
+        points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    else:
+        points = []
     return [*map(_load_plugin, points), *map(_load, config.logits_processors)]
 
 
@@ -51,7 +54,10 @@ def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConf
             make: Any = processor
             required = [param for param in inspect.signature(make).parameters.values() if param.default is param.empty]
             takes_config = any(param.kind < param.VAR_POSITIONAL for param in required)
-            processor = make(config) if takes_config else make()
+            if takes_config:
+                processor = make(config)
+            else:
+                processor = make()
     except Exception as error:
         raise ValueError(f"the post-processor {name} can't be made: {bounded(repr(error))}") from error
     if not isinstance(processor, LogitPostProcessor):

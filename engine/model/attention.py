@@ -275,7 +275,10 @@ def paged_attention(
     rows = len(query)
     if rows > 1:  # one token of each decoding sequence, see `StepStates`
         query, key, value = (part.transpose(0, 2) for part in (query, key, value))
-    span = _span(module.config, layer) if sliding_window == _NOT_PASSED else Span(sliding_window)
+    if sliding_window == _NOT_PASSED:
+        span = _span(module.config, layer)
+    else:
+        span = Span(sliding_window)
     scores = Scores(scaling, softcap, s_aux)
     cache = paged.cache
     tensors = paged.tensors
@@ -310,7 +313,10 @@ def paged_attention(
 def _span(config: Any, layer: int) -> Span:
     """Return what a layer attends to, by its configuration. Some models know it by their mask only."""
     layer_types = getattr(config, "layer_types", None)
-    kind = layer_types[layer] if layer_types else "sliding_attention"
+    if layer_types:
+        kind = layer_types[layer]
+    else:
+        kind = "sliding_attention"
     if kind == "chunked_attention":
         return Span(config.attention_chunk_size, is_chunk=True)
     return Span(getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
@@ -370,7 +376,10 @@ def _attend(
     weights = query @ key.transpose(2, 3) * (scores.scaling or query.shape[3] ** -0.5)
     if scores.softcap is not None:
         weights = torch.tanh(weights / scores.softcap) * scores.softcap
-    weights = weights.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else weights + mask
+    if mask.dtype == torch.bool:
+        weights = weights.masked_fill(~mask, float("-inf"))
+    else:
+        weights = weights + mask
     keys = weights.shape[3]
     if scores.sinks is not None:
         sinks = scores.sinks.to(weights.dtype).view(query.shape[1], -1, 1)

@@ -67,7 +67,10 @@ class LoadedModel:
 
     def new_cache(self, num_blocks: int, block_size: int, max_seqs: int) -> KVCache:
         """Allocate a KV cache, and the states of recurrent layers, with one more for rows that pad a decode step."""
-        states = None if self.layout is None else RecurrentStates(self.layout, max_seqs + 1, self.device)
+        if self.layout is None:
+            states = None
+        else:
+            states = RecurrentStates(self.layout, max_seqs + 1, self.device)
         return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device, states)
 
 
@@ -128,7 +131,10 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     """Read the weights: all of them to `device`, or, if it is None, this process's part for tensor parallelism."""
     place, others = pretrained(model)
     path = gguf_file(model)
-    plan = _PLANS.get(config.model_type) if device is None else None
+    if device is None:
+        plan = _PLANS.get(config.model_type)
+    else:
+        plan = None
     if device is None:
         from transformers.distributed import DistributedConfig
 
@@ -158,7 +164,10 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     if path is not None:
         complete(loaded, path)
     place, options = pretrained(how.tokenizer or model)
-    revision = None if how.tokenizer else how.revision
+    if how.tokenizer:
+        revision = None
+    else:
+        revision = how.revision
     tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False, **options)
     if how.chat_template is not None:
         tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
@@ -172,11 +181,17 @@ def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
     multiplies such matrices element by element there."""
     if name != "auto":
         return getattr(torch, name)
-    on_cpu = device.type == "cpu" if device is not None else not torch.cuda.is_available()
+    if device is not None:
+        on_cpu = device.type == "cpu"
+    else:
+        on_cpu = not torch.cuda.is_available()
     stored: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
     # Operators that tell whether this CPU multiplies a dtype quickly.
     fast = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    check = fast.get(stored) if on_cpu else None
+    if on_cpu:
+        check = fast.get(stored)
+    else:
+        check = None
     if check is None or getattr(torch.ops.mkldnn, check)():
         return "auto"
     return torch.float32
@@ -193,7 +208,10 @@ def _check_plan(config: Any, size: int, device: torch.device) -> None:
         raise UnsupportedModelError(
             f"{name} can't be split over {size} processes: it has {heads[0]} heads and {heads[1]} key heads"
         )
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        kind = "cuda"
+    else:
+        kind = "cpu"
     if device.type != kind or device.index is not None:
         raise ValueError(f"device is {str(device)!r}; with tensor_parallel_size it must be {kind}")
 

@@ -140,7 +140,10 @@ class Probe:
         if self.layout is not None:
             resumes = self._resumes(begin, end)
             self.layout = StateLayout(self.layout.shapes, self.layout.argument, resumes)
-            steps = [(other,), (begin,), (end,)] if resumes else [(other,), ((long, 0, 1),)]
+            if resumes:
+                steps = [(other,), (begin,), (end,)]
+            else:
+                steps = [(other,), ((long, 0, 1),)]
         cache = self._new_cache()
         last = [self._prefill(cache, *spans)[-1:] for spans in steps]
         tokens: list[Span] = [([self._firsts[row]], len(prompt), row) for row, prompt in enumerate(self._prompts)]

@@ -107,7 +107,10 @@ class Ranks:
         self.close()
         for rank, code in codes.items():
             if code is not None:
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with status {code}"
+                if code < 0:
+                    how = f"was killed by {signal.Signals(-code).name}"
+                else:
+                    how = f"has ended with status {code}"
                 return InternalError(f"rank {rank} of tensor parallelism {how}")
         return InternalError(f"a step of tensor parallelism has failed: {type(error).__name__}: {bounded(error)}")
 
@@ -163,7 +166,10 @@ def open_store(port: int, size: int, *, is_master: bool = False) -> Any:
 
 def join(store: Any, rank: int, size: int, device_type: str) -> None:
     """Join the process group that transformers splits models over."""
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        backend = "nccl"
+    else:
+        backend = "gloo"
     timeout = timedelta(minutes=10)  # loading takes minutes. A rank that has ended is noticed at once.
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 

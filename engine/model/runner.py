@@ -56,7 +56,10 @@ def _read(chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager
         token_ids[start:end] = first.data.span(chunk.start, chunk.end)
         positions[start:end] = at = np.arange(chunk.start, chunk.end)
         slots[start:end] = tables[row, at // size] * size + at % size
-        table = tables[row : row + 1, : -(-chunk.end // size)].copy() if chunk.start else None
+        if chunk.start:
+            table = tables[row : row + 1, : -(-chunk.end // size)].copy()
+        else:
+            table = None
         prefills.append((start, end, chunk.start, table))
     rows = [row_of[sequence.seq_id] for sequence in decodes]
     width = 0
@@ -86,7 +89,10 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, block_size: int, enforce_eager: bool = False) -> None:
         self._model = model
         self._block_size = block_size
-        self._calls = None if enforce_eager or model.ranks is not None else graph_calls(model.device)
+        if enforce_eager or model.ranks is not None:
+            self._calls = None
+        else:
+            self._calls = graph_calls(model.device)
         self.blocks: BlockManager
         self._cache: KVCache
         self._graphs: DecodeGraphs | None = None
@@ -178,7 +184,10 @@ class ModelRunner:
         self._graphs = None
         layout = self._model.layout
         if layout is not None:  # one forward pass is for one sequence
-            tokens = min(tokens, max_model_len) if layout.resumes else max_model_len
+            if layout.resumes:
+                tokens = min(tokens, max_model_len)
+            else:
+                tokens = max_model_len
         starts = np.arange(0, tokens, max_model_len).tolist()
         prefills: list[Prefill] = [(start, min(tokens, start + max_model_len), 0, None) for start in starts]
         packed = np.zeros((3, tokens), np.int64)

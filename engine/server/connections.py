@@ -83,7 +83,10 @@ class LimitedProtocol(HttpToolsProtocol):
         """Give the client `seconds` to send a header; None means any time."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self.loop.call_later(seconds, self._end)
+        if seconds is None:
+            self._timer = None
+        else:
+            self._timer = self.loop.call_later(seconds, self._end)
 
     def _end(self) -> None:
         if self._header_bytes > 0:

@@ -117,5 +117,8 @@ def _path(location: Sequence[str | int]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part not in _TAGS and "[" not in part:  # pydantic inserts the type that it has tried
-            path += f".{part}" if path else part
+            if path:
+                path += f".{part}"
+            else:
+                path += part
     return path

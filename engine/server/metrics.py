@@ -142,7 +142,10 @@ class Metrics(Collector):
         stats = health.stats
         scheduler = self._llm.engine.scheduler
         blocks = self._llm.engine.blocks
-        slots = 0 if scheduler.layout is None else scheduler.max_num_seqs
+        if scheduler.layout is None:
+            slots = 0
+        else:
+            slots = scheduler.max_num_seqs
         gauges = (
             ("num_requests_running", "Running sequences.", health.num_running),
             ("num_requests_waiting", "Requests that could run and wait.", health.num_waiting),

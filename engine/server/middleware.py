@@ -38,7 +38,10 @@ class RequestChecks:
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        request_id = given if _PLAIN.fullmatch(given) else uuid.uuid4().hex
+        if _PLAIN.fullmatch(given):
+            request_id = given
+        else:
+            request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:

@@ -53,7 +53,10 @@ of 5 ms, and takes 0.06 s with this value."""
 def start_engine(options: ServeOptions) -> AsyncLLM:
     """Load the model, start the mask pool and the engine's thread. The caller shuts the engine down."""
     check_names(options)
-    named = [] if options.server.backend == AUTO else [options.server.backend]
+    if options.server.backend == AUTO:
+        named = []
+    else:
+        named = [options.server.backend]
     if not sys.stderr.isatty():
         disable_progress_bar()
     engine = AsyncLLM(
@@ -189,7 +192,10 @@ def _greeting(url: str, options: ServeOptions, engine: AsyncLLM) -> str:
     device = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
     if model.device.type == "cpu" and options.load.device == "auto":
         device += " (no CUDA device was found)"
-    masks = f"{len(pool.workers)} Ray actors" if pool.name == "ray" else "this process, without isolation"
+    if pool.name == "ray":
+        masks = f"{len(pool.workers)} Ray actors"
+    else:
+        masks = "this process, without isolation"
     key = ""
     warning = []
     if options.server.api_key:

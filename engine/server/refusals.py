@@ -46,7 +46,10 @@ async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
 async def _on_http_exception(request: Request, raised: Exception) -> JSONResponse:
     assert isinstance(raised, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-    message = _hint(request) if raised.status_code == 404 else bounded(raised.detail)
+    if raised.status_code == 404:
+        message = _hint(request)
+    else:
+        message = bounded(raised.detail)
     error = InvalidRequest(message, code=codes.get(raised.status_code, ""), status=raised.status_code)
     return refuse(request.app.state.context.metrics, request.scope, error, **(raised.headers or {}))
 

@@ -84,7 +84,10 @@ class Scheduler:
         before = self.num_preemptions
         decodes, kept, copies = self._schedule_decodes()
         delays = decodes or kept or self.skipped
-        budget = self.max_num_batched_tokens - len(decodes) if delays else self.max_tokens_of_prefills
+        if delays:
+            budget = self.max_num_batched_tokens - len(decodes)
+        else:
+            budget = self.max_tokens_of_prefills
         chunks: list[Chunk] = []
         budget = self._continue_prefills(chunks, budget)
         if self.num_preemptions == before:
@@ -157,7 +160,10 @@ class Scheduler:
         if sequence.computed == sequence.length and not again:
             self._keep(batch, [row])
         else:
-            sequence.computed = sequence.length - 1 if self.layout is None else 0
+            if self.layout is None:
+                sequence.computed = sequence.length - 1
+            else:
+                sequence.computed = 0
             self.blocks.rewind(sequence.seq_id, sequence.computed)
 
     # -- rows that are not sampled
@@ -222,13 +228,19 @@ class Scheduler:
         """Return the next prefill that could start, in parts that have the same tokens. Empty: there is none."""
         if self.preempted:
             first = self.preempted[0]
-            beams = [one for one in self.preempted if one.group is first.group] if first.params.use_beam_search else []
+            if first.params.use_beam_search:
+                beams = [one for one in self.preempted if one.group is first.group]
+            else:
+                beams = []
             return [[one] for one in beams or [first]]
         return next(([group.sequences[:]] for group in self.waiting if not group.waits_for_grammar), [])
 
     def _fits(self, parts: list[list[Sequence]]) -> bool:
         """Return whether there are places and blocks for a prefill."""
-        spare = self._watermark if self.running else 0
+        if self.running:
+            spare = self._watermark
+        else:
+            spare = 0
         return (
             len(self.running) + sum(map(len, parts)) <= self.max_num_seqs
             and sum(self.blocks.blocks_for(part[0].length) for part in parts) + spare <= self.blocks.num_free
@@ -256,7 +268,10 @@ class Scheduler:
         start = prefill[0].computed
         tokens = min(prefill[0].length - start, budget)
         if tokens > 0 and self.layout is not None and not self.layout.resumes:
-            tokens = prefill[0].length if start == 0 else 1
+            if start == 0:
+                tokens = prefill[0].length
+            else:
+                tokens = 1
         if tokens > 0:
             for sequence in prefill:
                 sequence.computed = start + tokens

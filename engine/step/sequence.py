@@ -167,7 +167,10 @@ class Sequence:
     @property
     def held_back(self) -> int:
         """Number of newest tokens that outputs do not show before the end, because they may be taken back."""
-        final = None if self.guided is None else self.guided.final
+        if self.guided is None:
+            final = None
+        else:
+            final = self.guided.final
         if final is None:
             return self.group.held_back
         return max(self.group.held_back, self.num_output_tokens - final)
@@ -251,7 +254,10 @@ class Sequence:
         if token in self.stop_ids:
             self.finish(SequenceStatus.FINISHED_STOPPED)
             self.ended_by_stop_token = True
-            self.stop_reason = token if token in params.stop_token_ids else None
+            if token in params.stop_token_ids:
+                self.stop_reason = token
+            else:
+                self.stop_reason = None
         elif params.stop and (stop := self.detokenizer.find_stop(output, params.min_tokens)) is not None:
             self.finish(SequenceStatus.FINISHED_STOPPED)
             self.stop_reason = stop
@@ -358,6 +364,9 @@ class SequenceGroup:
 
 def sequence_seed(engine_seed: int, request_id: str, seed: int | None, index: int) -> int:
     """Derive a 63-bit seed from `index` and the request's seed, or else the engine's seed and the request id."""
-    root = f"seed {seed}" if seed is not None else f"request {engine_seed} {request_id}"
+    if seed is not None:
+        root = f"seed {seed}"
+    else:
+        root = f"request {engine_seed} {request_id}"
     digest = hashlib.blake2b(f"{root} {index}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

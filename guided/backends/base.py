@@ -111,7 +111,10 @@ class TextMatcher(Matcher):
         if self._terminated and token_ids:
             raise TokenRejected("the sequence is over: a stop token was accepted")
         text = list(token_ids)
-        stop = text.pop() if text and text[-1] in self._stop_token_ids else None
+        if text and text[-1] in self._stop_token_ids:
+            stop = text.pop()
+        else:
+            stop = None
         if not self._stop_token_ids.isdisjoint(text):
             raise TokenRejected("a stop token before the end of the sequence")
         if text:

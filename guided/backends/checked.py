@@ -85,7 +85,10 @@ class CheckedBackend(Backend):
         if constraint.kind == "structural_tag":
             kinds = {content.kind for content in contents(constraint.outline)}
             limit = token_limit(constraint.outline, self._vocabulary)
-        numbers = None if kinds.isdisjoint(("json_schema", "json_object")) else self._numbers
+        if kinds.isdisjoint(("json_schema", "json_object")):
+            numbers = None
+        else:
+            numbers = self._numbers
         grammar.literals = literals(constraint)
         grammar.rules = [rule for rule in (numbers, limit) if rule is not None]
         if numbers and constraint.whitespace is None:
@@ -99,7 +102,10 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
     from guided.schema.beginnings import Beginnings  # imported for the first grammar that is checked
 
     tag = constraint.kind == "structural_tag"
-    node = constraint.tag if tag else Content("json_schema", constraint.source or '{"type": "object"}', "")
+    if tag:
+        node = constraint.tag
+    else:
+        node = Content("json_schema", constraint.source or '{"type": "object"}', "")
     schemas = {}
     for content in contents(node):
         within = [place for place in checked if f"{place}/".startswith(f"{content.pointer}/")]

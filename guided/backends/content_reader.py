@@ -76,12 +76,21 @@ class ContentReader:
             elif isinstance(items[0], Content) and items[0].kind not in ("choice", "regex"):
                 end, grows, violated = self._value(items[0], text, position)
                 violation = violated or violation
-                todo += [(end, items[1:])] if end is not None and violated is None else []
-                waiting += [state] if grows else []
+                if end is not None and violated is None:
+                    todo += [(end, items[1:])]
+                else:
+                    todo += []
+                if grows:
+                    waiting += [state]
+                else:
+                    waiting += []
             else:
                 following, wait = self._follow(items[0], items[1:], text, position)
                 todo += following
-                waiting += [] if wait is None else [(wait, items)]
+                if wait is None:
+                    waiting += []
+                else:
+                    waiting += [(wait, items)]
         return Reading(length, tuple(waiting), complete, violation)
 
     def open_content(self, reading: Reading, output: bytes) -> tuple[Beginnings, int] | None:
@@ -89,7 +98,10 @@ class ContentReader:
         if len(reading.states) != 1:
             return None
         position, (first, *_) = reading.states[0]
-        schema = self._schemas.get(first.pointer) if isinstance(first, Content) else None
+        if isinstance(first, Content):
+            schema = self._schemas.get(first.pointer)
+        else:
+            schema = None
         if schema is None:
             return None
         return (schema, len(output.decode("utf-8", "ignore")[:position].encode()))
@@ -111,9 +123,18 @@ class ContentReader:
             case Content(_, choices):
                 return [(position, (Text(choice), *rest)) for choice in choices], None
             case Times(item, low, high):
-                fewer = None if high is None else high - 1
-                again = first if (low, high) == (0, None) else Times(item, max(low - 1, 0), fewer)
-                more = [(position, (item, again, *rest))] if high != 0 else []
+                if high is None:
+                    fewer = None
+                else:
+                    fewer = high - 1
+                if (low, high) == (0, None):
+                    again = first
+                else:
+                    again = Times(item, max(low - 1, 0), fewer)
+                if high != 0:
+                    more = [(position, (item, again, *rest))]
+                else:
+                    more = []
                 return more + ([] if low else [(position, rest)]), None
             case FreeText(excludes):
                 return self._free_text({}, excludes, rest, text, position)
@@ -171,5 +192,8 @@ class ContentReader:
             return None, False, not_validated(failure)
         grows = isinstance(value, int | float) and _MORE_OF_A_NUMBER.fullmatch(text, end) is not None
         schema = self._schemas.get(content.pointer)
-        violation = None if schema is None else schema.validator.violation(value)
+        if schema is None:
+            violation = None
+        else:
+            violation = schema.validator.violation(value)
         return end, grows, violation if schema is None or violation is None else schema.located(violation)

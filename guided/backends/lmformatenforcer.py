@@ -119,9 +119,15 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
     last: str = ""  # the last character, without whitespace between JSON tokens
 
     def add_character(self, new_character: str) -> _Json:
-        symbol = _SPACE if self.quoted and new_character == " " else new_character
+        if self.quoted and new_character == " ":
+            symbol = _SPACE
+        else:
+            symbol = new_character
         is_read = symbol not in _REST or symbol in self.inner.get_allowed_characters()  # not in free strings
-        begun = self.begun + symbol if "\x80" <= symbol < _SPACE else ""
+        if "\x80" <= symbol < _SPACE:
+            begun = self.begun + symbol
+        else:
+            begun = ""
         return _Json(
             self.inner.add_character(symbol) if is_read else self.inner,
             self.spaces,

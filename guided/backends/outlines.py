@@ -53,7 +53,10 @@ class OutlinesBackend(Backend):
             message = f"outlines refuses the {constraint.kind}: {bounded(error)}"
             raise UnsupportedConstraint(message, param=constraint.kind) from None
         grammar = OutlinesGrammar(self._vocabulary, index)
-        grammar.checked = ("",) if constraint.kind == "json_schema" else ()
+        if constraint.kind == "json_schema":
+            grammar.checked = ("",)
+        else:
+            grammar.checked = ()
         return grammar
 
     def load(self, constraint: Constraint, dumped: memoryview) -> OutlinesGrammar:

@@ -126,7 +126,10 @@ class LineBreaks:
             return self._mask(b"", special)  # most positions: in a string or a number
         if self._allows(row, b"x"):
             return self._mask(b"\0" if can_break else b"", special)
-        text = self._contents[output[-1]] if output else b""
+        if output:
+            text = self._contents[output[-1]]
+        else:
+            text = b""
         if text.isspace():
             text = self._vocabulary.decode(output[-40:])  # more than `MAX_INDENT`
         tail = _tail(text)

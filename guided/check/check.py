@@ -95,8 +95,14 @@ def vocabulary_of(path: Path) -> Vocabulary:
 def _stop_tokens(file: Path, tokenizer: Tokenizer) -> list[int]:
     settings = file.with_name("tokenizer_config.json")
     eos: Any = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    names = [eos] if eos else ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<eos>"]
+    if isinstance(eos, dict):
+        eos = eos.get("content")
+    else:
+        eos = eos
+    if eos:
+        names = [eos]
+    else:
+        names = ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<eos>"]
     return [token for token in map(tokenizer.token_to_id, names) if token is not None][:1]
 
 
@@ -138,7 +144,10 @@ def check(
     try:
         if kind == "grammar":
             report.kind = {"lark": "Lark grammar", "gbnf": "GBNF grammar"}[syntax(text)]
-        source = text.rstrip("\n") if kind == "regex" else text
+        if kind == "regex":
+            source = text.rstrip("\n")
+        else:
+            source = text
         constraint = Constraint.of_kind(kind, source, open_objects=open_objects, param=kind)
         compiled = compile_constraint(
             backends,
@@ -151,7 +160,10 @@ def check(
         report.compile_seconds = compiled.seconds
         report.not_enforced = list(constraint.not_enforced)
         report.checked = list(compiled.grammar.checked)
-        report.understood = _values_of(canonical(constraint.schema).root) if kind == "json_schema" else ""
+        if kind == "json_schema":
+            report.understood = _values_of(canonical(constraint.schema).root)
+        else:
+            report.understood = ""
         chance = random.Random(seed)
         vocabulary = backends.vocabulary
         short = Completions(vocabulary).of(compiled.grammar).first(compiled.grammar.matcher())
@@ -196,7 +208,10 @@ def _values_of(root: Any) -> str:
     if root in (True, {}):
         return "any JSON value"
     kinds = " or ".join(sorted(types_of(root)))
-    properties = root.get("properties", {}) if isinstance(root, dict) else {}
+    if isinstance(root, dict):
+        properties = root.get("properties", {})
+    else:
+        properties = {}
     if properties:
         return f"{kinds} with {', '.join(properties)}"
     return kinds

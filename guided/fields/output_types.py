@@ -122,7 +122,10 @@ def _is_term(output_type: Any) -> bool:
 def _constraint_of_term(term: Any, whitespace: str | None, open_objects: bool | None, param: str) -> Constraint:
     kind = type(term).__name__
     if kind == "JsonSchema":
-        spaces = term.whitespace_pattern if whitespace is None else whitespace
+        if whitespace is None:
+            spaces = term.whitespace_pattern
+        else:
+            spaces = whitespace
         return Constraint.json_schema(term.schema, whitespace=spaces, open_objects=open_objects, param=param)
     _refuse_whitespace(whitespace)
     if kind == "CFG":

@@ -90,7 +90,10 @@ class GuidedLogitsProcessor:
             raise InvalidRequest(f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}", param="pool")
         self.failed: dict[int, GuidedError] = {}
         """Rows of the current or last generation that failed (`failed_rows="end"`), by their index at that time."""
-        many = constraints if isinstance(constraints, list | tuple) else [constraints]
+        if isinstance(constraints, list | tuple):
+            many = constraints
+        else:
+            many = [constraints]
         self._constraints = [
             each if isinstance(each, Constraint | None) else constraint_for(each, param="constraints") for each in many
         ]
@@ -208,7 +211,10 @@ class GuidedLogitsProcessor:
         self._rows = {}
         for row, parent in sorted(parents.items(), key=lambda pair: pair[0] != pair[1]):
             assert parent is not None
-            self._rows[row] = before[parent] if parent in dropped else self._opened(before[parent].copy())
+            if parent in dropped:
+                self._rows[row] = before[parent]
+            else:
+                self._rows[row] = self._opened(before[parent].copy())
             dropped.discard(parent)
         self._free(before[row] for row in dropped)
         return True

@@ -128,7 +128,10 @@ def _conclusion(failed: Sequence[tuple[str, GuidedError]]) -> GuidedError:
     errors = [error for _, error in failed]
     located = next((error for error in errors if error.pointer), errors[0])
     first = next((error for error in errors if isinstance(error, ConstraintTooLarge)), located)
-    keyword = repr(bounded(first.pointer.rpartition("/")[2], 60)) if first.pointer else "all of this constraint"
+    if first.pointer:
+        keyword = repr(bounded(first.pointer.rpartition("/")[2], 60))
+    else:
+        keyword = "all of this constraint"
     return type(first)(f"no backend can enforce {keyword}: {reasons}", param=first.param, pointer=first.pointer)
 
 
@@ -146,4 +149,7 @@ def _check_masks(vocabulary: Vocabulary, grammar: CompiledGrammar, count: int) -
             raise InvalidConstraint("no output satisfies this constraint with the model's vocabulary")
         if error is not None and not isinstance(error, ConstraintNotMet | DeadEnd):
             raise error
-        token = chance.choice(allowed_ids(row).tolist()) if error is None else stop
+        if error is None:
+            token = chance.choice(allowed_ids(row).tolist())
+        else:
+            token = stop

@@ -100,7 +100,10 @@ class Completions:
         # Bytes to try first within text, in this order.
         self._ranks = tuple(np.array([_rank(order, byte) for byte in spelled]) for order in (_STRUCTURE, b'" -0aA'))
         self._closing = np.array([byte in _CLOSING for byte in spelled], np.bool_)
-        self._mark = spelled.index(_MARK) if _MARK in spelled else -1
+        if _MARK in spelled:
+            self._mark = spelled.index(_MARK)
+        else:
+            self._mark = -1
 
     def of(self, grammar: CompiledGrammar) -> Completions:
         """Return a copy for one grammar, with its special tokens and literals. The copy shares the other tables."""
@@ -117,7 +120,10 @@ class Completions:
             def encode(text: bytes) -> tuple[int, ...]:
                 tokens: list[int] = []
                 for part in parts.split(text):
-                    tokens += (names[part],) if part in names else self._encode(part)
+                    if part in names:
+                        tokens += (names[part],)
+                    else:
+                        tokens += self._encode(part)
                 return tuple(tokens)
 
             shared._encode = lru_cache(maxsize=1024)(encode)
@@ -140,7 +146,10 @@ class Completions:
         begun += islice(map(b"".join, permutations(texts, 2)), 48)
         steps = Steps(3000)
         for text in begun:
-            most = 1000 if shortest is None else len(shortest.text)
+            if shortest is None:
+                most = 1000
+            else:
+                most = len(shortest.text)
             rest = self.find(matcher, steps, most, before=self._encode(text))
             whole = [shortest, rest and self.checked(matcher, text + rest.text)]
             shortest = min(filter(None, whole), key=_length, default=None)
@@ -223,7 +232,10 @@ class Completions:
                     mask = self._row.tobytes()
                     if mask != searched and self._literals and self._mark in self._allowed():
                         following = self._end_of_text(trial, mask, steps)
-                        searched = b"" if following else mask
+                        if following:
+                            searched = b""
+                        else:
+                            searched = mask
                     following = following or self._choose(np.frombuffer(mask, np.int32), uses, patience)
                 if len(tokens) + len(following) > most or steps.left < 0 or not following:
                     return None
@@ -316,14 +328,23 @@ class BudgetedSequence:
         for token in tokens:
             known = self._known[-1]
             position = len(self._known)
-            completion = None if known is None else self._completions.inherited(matcher.fork(), known, token)
+            if known is None:
+                completion = None
+            else:
+                completion = self._completions.inherited(matcher.fork(), known, token)
             matcher.accept_tokens([token])
             if matcher.is_terminated() or matcher.is_accepting():
                 completion = Completion(b"", ())
             left = self._budget - position
-            room = 0 if completion is None else left - 1 - len(completion.tokens)
+            if completion is None:
+                room = 0
+            else:
+                room = left - 1 - len(completion.tokens)
             if room < 0 or completion is None or (room < _NEAR and position % 16 == 0):
-                end = known.text if known is not None and completion is None else b""
+                if known is not None and completion is None:
+                    end = known.text
+                else:
+                    end = b""
                 searched = self._completions.find(matcher, Steps(_SEARCH), 60 + 3 * left, end)
                 completion = min(filter(None, (completion, searched)), key=_length, default=None)
             self._known.append(completion)
@@ -401,7 +422,10 @@ class BudgetedSequence:
             if completion is None:
                 completion = completions.find(matcher, steps, 60 + 3 * left, known.text, [token])
                 # Four of these completions are also tried for the following candidates.
-                texts += [] if completion is None or len(texts) >= 4 else [completion.text]
+                if completion is None or len(texts) >= 4:
+                    texts += []
+                else:
+                    texts += [completion.text]
             if completion is not None:
                 yield token, len(completion.tokens) < left
             else:

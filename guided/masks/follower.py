@@ -95,11 +95,17 @@ class Follower:
             elif part != b":" and not self._rest:
                 violation = self._begin(token, part[:1], before)
             if not match["mark"] and violation is None:
-                self._rest = part if match["open"] else b""
+                if match["open"]:
+                    self._rest = part
+                else:
+                    self._rest = b""
                 if match["open"]:
                     violation = self._go_on(written)
                 else:
-                    ends = [b""] if part.startswith(b'"') else _AFTER_SCALAR
+                    if part.startswith(b'"'):
+                        ends = [b""]
+                    else:
+                        ends = _AFTER_SCALAR
                     violation = self._end(_read(part), [written + end for end in ends])
             if violation is not None or self.is_over:
                 return violation
@@ -162,7 +168,10 @@ class Follower:
             return None
         path: list[str | int] | None = [part.key for part in self.open[1:-1]]
         if place == "value":
-            path = path[:-1] if path else None
+            if path:
+                path = path[:-1]
+            else:
+                path = None
         error = self._beginnings.error(self.open[0].value[0], path, place)
         if error is None:
             return None

@@ -61,7 +61,10 @@ class VetoedSlot(SlotState):
     def report(self) -> VetoReport:
         """Return what the engine has to know, once a mask is written."""
         length = len(self.tokens)
-        held_from = None if self._follower is None else self._follower.open[-1].held_from
+        if self._follower is None:
+            held_from = None
+        else:
+            held_from = self._follower.open[-1].held_from
         self._final = max(self._final, length if held_from is None else held_from, length - MAX_HELD)
         return VetoReport(length, self._final, "" if self._last is None else self._last.error.keyword)
 

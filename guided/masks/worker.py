@@ -74,7 +74,10 @@ class MaskWorker:
             final: tokens after the first `final` may be taken back, as the report of `vetoed` says after each `fill`.
                 None: all stay.
         """
-        form = SlotState if final is None or not grammar.checked else _vetoed_slot()
+        if final is None or not grammar.checked:
+            form = SlotState
+        else:
+            form = _vetoed_slot()
         state = self._slots[slot] = form(self._permitted, grammar, rules=grammar.rules, edit=(0, tokens))
         self.steered.discard(slot)
         self.vetoed.pop(slot, None)
@@ -208,7 +211,10 @@ class MaskWorker:
         self, state: SlotState, matcher: Matcher, output: Sequence[int], row: NDArray[np.int32], anywhere: bool = False
     ) -> None:
         """Write the mask after `output`. `anywhere`: with unusual line breaks, because nothing else is possible."""
-        lines = None if anywhere else state.grammar.line_breaks
+        if anywhere:
+            lines = None
+        else:
+            lines = state.grammar.line_breaks
         if matcher.is_terminated():
             row[:] = 0
             accepting = True

@@ -75,7 +75,10 @@ class _Member:
         return self.processor.all_rows or sequence.constrained
 
     def prepare(self, logits_rows: Any) -> None:
-        rows = self._places if logits_rows is None else np.asarray(logits_rows, np.intp)[self._places]
+        if logits_rows is None:
+            rows = self._places
+        else:
+            rows = np.asarray(logits_rows, np.intp)[self._places]
         self.processor.prepare(self.sequences, *(rows,) if self._takes_rows else ())
 
     def apply(self, logits: torch.Tensor, deadline: float | None) -> ApplyReport:
@@ -104,7 +107,10 @@ class _Member:
         """Return the error of the requests that an exception, or a reported error, ends."""
         if isinstance(error, GuidedError):
             return error
-        exception = error if isinstance(error, Exception) else None
+        if isinstance(error, Exception):
+            exception = error
+        else:
+            exception = None
         logger.error("the post-processor %s raised in %s: its requests end", self.name, method, exc_info=exception)
         return PostProcessorFailed(f"the post-processor {self.name} failed in {method}: {bounded(repr(error))}")
 
@@ -142,7 +148,10 @@ class ProcessorBundle(LogitPostProcessor):
         compiled: Future[Grammar] | None = None
         for number, member in enumerate(self._members):
             try:
-                future = None if member.has_config else member.processor.initialize(request_id, constraint, backend)
+                if member.has_config:
+                    future = None
+                else:
+                    future = member.processor.initialize(request_id, constraint, backend)
             except Exception as error:
                 for begun in self._members[: number + 1]:
                     with self._containing(begun, "free"):
@@ -164,7 +173,10 @@ class ProcessorBundle(LogitPostProcessor):
             self._open.update((sequence.sequence_id, sequence) for sequence in sequences)
             for member in self._members:
                 member.select(sequences)
-            self._batch = sequences if isinstance(sequences, tuple) else None
+            if isinstance(sequences, tuple):
+                self._batch = sequences
+            else:
+                self._batch = None
         for member in self._members:
             member.error = None
             if member.sequences:

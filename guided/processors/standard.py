@@ -80,8 +80,14 @@ class GuidedProcessor(LogitPostProcessor):
                 raise ValueError("a sequence id occurs twice in this step: each sequence needs its own")
             if unknown:
                 self._open(unknown)
-            self._opened = sequences if isinstance(sequences, tuple) else None
-        self._logits_rows = None if logits_rows is None else np.asarray(logits_rows, np.intp)
+            if isinstance(sequences, tuple):
+                self._opened = sequences
+            else:
+                self._opened = None
+        if logits_rows is None:
+            self._logits_rows = None
+        else:
+            self._logits_rows = np.asarray(logits_rows, np.intp)
         self._kernel.wait()  # the workers overwrite the masks
         self._pool.submit(sequences)
         self._prepared = sequences
@@ -107,7 +113,10 @@ class GuidedProcessor(LogitPostProcessor):
         if self._prepared and logits.shape[-1] < width:
             raise ValueError(f"the logits have {logits.shape[-1]} columns and the vocabulary {width}: pass whole rows")
         sequences = self._take_prepared("apply")
-        computed = end_of_work(logits) if deadline is not None and sequences else None
+        if deadline is not None and sequences:
+            computed = end_of_work(logits)
+        else:
+            computed = None
         step, report = self._collect(sequences, deadline, len(logits) == len(sequences), computed)
         started = time.perf_counter()
         masks = [(part.masks, part.slots) for part in step.ready]
@@ -264,7 +273,10 @@ def decode_step(
     try:
         logits = forward()
     except BaseException:  # each `prepare` is followed by one `apply` or `collect`
-        rows = len(sequences) if logits_rows is None else 1 + max(logits_rows, default=-1)
+        if logits_rows is None:
+            rows = len(sequences)
+        else:
+            rows = 1 + max(logits_rows, default=-1)
         processor.collect(np.empty((rows, words(processor.vocabulary.padded_vocab_size)), np.int32), 0.0)
         raise
     report = processor.apply(logits, deadline)

@@ -74,12 +74,18 @@ def _without_states(edges: dict[Any, dict[Any, Node]], start: Any) -> Node:
             continue
         onward = edges.pop(state)
         loop = onward.pop(state, None)
-        around = [] if loop is None else [regex.repeat(loop, 0, None)]
+        if loop is None:
+            around = []
+        else:
+            around = [regex.repeat(loop, 0, None)]
         for source, targets in edges.items():
             before = targets.pop(state, None)
             for target, after in onward.items() if before is not None else ():
                 path = regex.sequence([before, *around, after] if before is not None else [])
-                targets[target] = regex.choice([targets[target], path]) if target in targets else path
+                if target in targets:
+                    targets[target] = regex.choice([targets[target], path])
+                else:
+                    targets[target] = path
                 passed = ((source, state), (state, state), (state, target), (source, target))
                 sizes[source, target] = sum(sizes.get(edge, 0) for edge in passed)
                 if sizes[source, target] > 20_000:

@@ -118,7 +118,10 @@ def _search(parsed: Any, flags: int, reader: _Translator, *, whole: bool = False
         rest = [items[0], *items[1 + len(ahead) :]]
         machine = automaton.of(_search(rest, flags, reader, whole=whole))
         for negated, condition in conditions:
-            machine = machine - automaton.of(condition) if negated else machine & automaton.of(condition)
+            if negated:
+                machine = machine - automaton.of(condition)
+            else:
+                machine = machine & automaton.of(condition)
         return automaton.texts(machine)
     start = _anchored(items, 0, "AT_BEGINNING")
     end = whole or _anchored(items, -1, "AT_END")
@@ -126,7 +129,10 @@ def _search(parsed: Any, flags: int, reader: _Translator, *, whole: bool = False
     anything = repeat(Chars(UNIVERSE), 0, None)
     after = anything
     if end:  # outside of ECMA-262, `$` also matches before a line break at the end
-        after = EMPTY if whole or reader.ecma else repeat(Chars(((10, 10),)), 0, 1)
+        if whole or reader.ecma:
+            after = EMPTY
+        else:
+            after = repeat(Chars(((10, 10),)), 0, 1)
     return sequence([EMPTY if start else anything, node, after])
 
 
@@ -268,7 +274,10 @@ class _Translator:
     def _chars(self, operation: str, argument: Any, flags: int) -> Node:
         if operation == "ANY":
             return Chars(UNIVERSE if flags & re.DOTALL else complement(_ECMA_LINES if self.ecma else ((10, 10),)))
-        members = argument if operation == "IN" else [("LITERAL", argument)]
+        if operation == "IN":
+            members = argument
+        else:
+            members = [("LITERAL", argument)]
         pairs: list[tuple[int, int]] = []
         negated = operation == "NOT_LITERAL"
         for kind, value in members:
@@ -322,7 +331,10 @@ def _members_of_property(name: str, negated: bool) -> str:
     """Return the members of a class with the code points of a property, or with surrogates if there are none."""
     matching = unicode_regex.compile(rf"\{'P' if negated else 'p'}{{{name}}}+")
     runs = _runs(matching.finditer(_every_character()))
-    runs = runs if negated else intersection(runs, _assigned())
+    if negated:
+        runs = runs
+    else:
+        runs = intersection(runs, _assigned())
     return "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in runs) or "\ud800-\udfff"
 
 

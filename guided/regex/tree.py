@@ -145,8 +145,14 @@ def render(node: Node) -> str:
         case Choice(options):
             return "|".join(map(render, options))
         case Repeat(item, low, high):
-            inner = render(item) if isinstance(item, Chars) and item.ranges != UNIVERSE else f"(?:{render(item)})"
-            counts = f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}"
+            if isinstance(item, Chars) and item.ranges != UNIVERSE:
+                inner = render(item)
+            else:
+                inner = f"(?:{render(item)})"
+            if low == high:
+                counts = f"{{{low}}}"
+            else:
+                counts = f"{{{low},{'' if high is None else high}}}"
             return inner + {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), counts)
 
 

@@ -59,13 +59,22 @@ class Alternatives:
             whole = {**self._definitions, "allOf": [self.unfolded(part) for part in parts]}
             form = canonicalize(whole, self._draft)
             is_empty = form.satisfiability() == Satisfiability.NO
-            schema = False if is_empty else json.loads(to_string(form.to_json_schema()))
-            self._forms[key] = {} if schema is True else without_frame(self._filtered(schema))
+            if is_empty:
+                schema = False
+            else:
+                schema = json.loads(to_string(form.to_json_schema()))
+            if schema is True:
+                self._forms[key] = {}
+            else:
+                self._forms[key] = without_frame(self._filtered(schema))
         return self._forms[key]
 
     def _filtered(self, schema: Any) -> Any:
         """Return those of the listed values that satisfy `allOf`, where one of its parts lists values."""
-        parts = schema.get("allOf", ()) if isinstance(schema, dict) else ()
+        if isinstance(schema, dict):
+            parts = schema.get("allOf", ())
+        else:
+            parts = ()
         for values in filter(None, map(listed, parts)):
             validator = Validator({**schema, "$schema": self._draft})
             kept = [value for value in values if validator.violation(value) is None]
@@ -98,7 +107,10 @@ class Alternatives:
                 for part in parts:
                     contexts = [found for inner in contexts for found in self.of(part, inner)]
                 return contexts
-        whole = schema if context is True else self.merged([schema, context])
+        if context is True:
+            whole = schema
+        else:
+            whole = self.merged([schema, context])
         if whole is False:
             return []
         return [whole]

@@ -69,7 +69,10 @@ class Beginnings:
     def __init__(self, schema: Schema, checked: Collection[str], place: str = "") -> None:
         self.validator = Validator(schema)
         """Of whole documents."""
-        self._schema = schema if isinstance(schema, dict) else {}
+        if isinstance(schema, dict):
+            self._schema = schema
+        else:
+            self._schema = {}
         self._places = checked
         self._place = place
         self.below = lru_cache()(self._below)

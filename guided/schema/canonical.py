@@ -120,7 +120,10 @@ class CanonicalForm:
             found = find_unsatisfiable(root, validate_formats=True, pattern_options=PATTERNS, offline=True)
             # A subschema that is `false` is meant to be.
             conflicts = (at for at, reason in found.items() if not isinstance(reason, UnsatisfiableReason.Literal))
-            place = max(conflicts, key=len, default="") if "" in found else ""
+            if "" in found:
+                place = max(conflicts, key=len, default="")
+            else:
+                place = ""
             raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer=shortened(place))
         return form
 
@@ -227,7 +230,10 @@ class CanonicalForm:
             with suppress(InvalidConstraint):
                 parts = self._alternatives.of(schema)
                 if not any(isinstance(part, dict) and "allOf" in part for part in parts):
-                    body = parts[0] if len(parts) == 1 else {"anyOf": parts}
+                    if len(parts) == 1:
+                        body = parts[0]
+                    else:
+                        body = {"anyOf": parts}
                     name = self._names[key] = f"d{len(self._names)}"
                     self.definitions[name] = self._read(body, origin, is_part=is_part)
         if name is None:
@@ -303,12 +309,18 @@ def _in_order(schema: dict[str, Any], origin: Origin) -> dict[str, Any]:
     rest = schema.get("additionalProperties", True)
     patterns = schema.get("patternProperties")
     names = origin.names(properties)
-    kept = {*properties} if patterns else {*properties, *required}
+    if patterns:
+        kept = {*properties}
+    else:
+        kept = {*properties, *required}
     if rest is not False and not patterns and "propertyNames" not in schema:
         kept |= origin.declared()
     places = {name: place for place, name in enumerate(dict.fromkeys((*names, *required, *properties)))}
     ordered = {name: properties.get(name, rest) for name in sorted(kept, key=places.__getitem__)}
-    ends = {"required": sorted(required, key=places.__getitem__)} if required else {}
+    if required:
+        ends = {"required": sorted(required, key=places.__getitem__)}
+    else:
+        ends = {}
     return schema | ({"properties": ordered} if ordered else {}) | ends
 
 
@@ -333,7 +345,10 @@ def _apart(schema: dict[str, Any]) -> dict[str, Any]:
     parts: list[Any] = [{keyword: schema[keyword]} for keyword in combined if keyword != "allOf"]
     for part in reversed(schema.get("allOf", ())):
         if isinstance(part, dict) and not part.keys() & COMPOUND:
-            part = part if "type" in part or "type" not in rest else {"type": rest["type"], **part}
+            if "type" in part or "type" not in rest:
+                part = part
+            else:
+                part = {"type": rest["type"], **part}
             if part.get("type") == rest.get("type") and (part.keys() - {"type"}).isdisjoint(rest):
                 rest |= part
                 continue

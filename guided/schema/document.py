@@ -236,7 +236,10 @@ def _check_alternatives(graph: SchemaGraph) -> None:
     for node in graph.nodes():
         for keyword in ("anyOf", "oneOf"):
             options = node.schema.get(keyword)
-            count += len(options) if isinstance(options, list) else 0
+            if isinstance(options, list):
+                count += len(options)
+            else:
+                count += 0
             if count > LIMITS.max_alternatives:
                 raise LIMITS.too_many_alternatives("json_schema", node.pointer(keyword))
 
@@ -274,7 +277,10 @@ def _doubt(document: dict[str, Any]) -> str:
     components = document.get("components")
     places = {"$defs": document, "definitions": document, "components/schemas": components}
     for place, owner in places.items():
-        named = owner.get(place.rpartition("/")[2]) if isinstance(owner, dict) else None
+        if isinstance(owner, dict):
+            named = owner.get(place.rpartition("/")[2])
+        else:
+            named = None
         if isinstance(named, dict) and named:
             reference = json.dumps(f"#/{place}/{bounded(escape(next(iter(named))), 60)}", ensure_ascii=False)
             return f': choose one of its schemas, as with "$ref": {reference} at its root'

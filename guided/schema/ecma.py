@@ -49,7 +49,10 @@ def _member(member: re.Match[str]) -> str:
     written = _in_class(first)
     if last is None:
         return written
-    dash = r"\-" if _SET.match(first) or _SET.match(last) else "-"
+    if _SET.match(first) or _SET.match(last):
+        dash = r"\-"
+    else:
+        dash = "-"
     return written + dash + _in_class(last)
 
 

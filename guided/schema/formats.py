@@ -80,7 +80,10 @@ def _regex(depth: int) -> str:
     escape = r"\\[dDwWsSnrtfv\\^$.|?*+()\[\]{}/]"
     klass = rf"\[\^?([^\x00-\x1f\\\[\]^&~|-]|a-z|A-Z|0-9|{escape})+-?\]"
     count = r"([*+?]|\{([0-9]{1,3},?|[01],[1-9][0-9]{0,2}|[2-9],[1-9][0-9]{1,2})\})\??"
-    group = rf"|\((\?:)?{_regex(depth - 1)}\)" if depth else ""
+    if depth:
+        group = rf"|\((\?:)?{_regex(depth - 1)}\)"
+    else:
+        group = ""
     term = rf"([^\x00-\x1f\\^$.|?*+()\[\]{{}}]|\.|{escape}|{klass}{group})({count})?"
     return rf"({term}|[\^$|])*"
 

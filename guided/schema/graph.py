@@ -129,7 +129,10 @@ class SchemaGraph:
         todo: list[tuple[Any, tuple[str | int, ...], Node | None, bool]] = [(schema, path, None, False)]
         while todo:
             schema, path, parent, same = todo.pop()
-            node = self._nodes.get(id(schema)) if isinstance(schema, dict) else None
+            if isinstance(schema, dict):
+                node = self._nodes.get(id(schema))
+            else:
+                node = None
             if node is None:
                 node = Node(schema, parent, path)
                 self._check(node)

@@ -29,7 +29,10 @@ OTHERS = ("not", "if", "then", "else", "additionalItems", "dependencies", "$dyna
 
 def types_of(schema: Schema) -> frozenset[str]:
     """Return the types of a subschema in canonical form; all if it names none. "number" includes "integer"."""
-    named = schema.get("type", ALL_TYPES) if isinstance(schema, dict) else ALL_TYPES
+    if isinstance(schema, dict):
+        named = schema.get("type", ALL_TYPES)
+    else:
+        named = ALL_TYPES
     return frozenset([named] if isinstance(named, str) else named)
 
 

@@ -102,9 +102,15 @@ class Origin:
         found: list[Any] = []
         for value in (node.schema.get(keyword) for node in self.nodes for keyword in keywords):
             if isinstance(value, list):
-                found += value if name is None else value[int(name) :][:1]
+                if name is None:
+                    found += value
+                else:
+                    found += value[int(name) :][:1]
             elif isinstance(value, dict):
-                found += [value.get(name)] if isinstance(name, str) else [value, *value.values()]
+                if isinstance(name, str):
+                    found += [value.get(name)]
+                else:
+                    found += [value, *value.values()]
         return Origin.of(self.graph, [node for part in found if (node := self.graph.find(part)) is not None])
 
     def alternative(self, part: Any) -> Origin:
@@ -179,7 +185,10 @@ def _described(schema: Any) -> set[Any]:
     """Return the names of an object's properties, their values if these are listed, and those that it requires."""
     properties = _object(schema, "properties")
     values = {(name, repr(value)) for name, part in properties.items() for value in listed(part) or ()}
-    required = schema.get("required", ()) if isinstance(schema, dict) else ()
+    if isinstance(schema, dict):
+        required = schema.get("required", ())
+    else:
+        required = ()
     return {*properties, *values, *((name,) for name in required)}
 
 
@@ -198,7 +207,10 @@ def _key(value: Any) -> str:
 
 
 def _object(schema: Any, keyword: str) -> dict[str, Any]:
-    value = schema.get(keyword) if isinstance(schema, dict) else None
+    if isinstance(schema, dict):
+        value = schema.get(keyword)
+    else:
+        value = None
     if isinstance(value, dict):
         return value
     return {}

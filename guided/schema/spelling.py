@@ -89,12 +89,18 @@ def upgrade(schema: dict[str, Any], draft: str) -> None:
         for keyword in schema.keys() - _BESIDE_REFERENCES:
             del schema[keyword]
     if "draft-04" in draft:
-        schema |= {"$id": schema.pop("id")} if "id" in schema else {}
+        if "id" in schema:
+            schema |= {"$id": schema.pop("id")}
+        else:
+            schema |= {}
         for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
             if schema.pop(exclusive, False) and bound in schema:
                 schema[exclusive] = schema.pop(bound)
     base, _, anchor = schema.pop("$id", "").partition("#")
-    schema |= {"$id": base} if base else {}
+    if base:
+        schema |= {"$id": base}
+    else:
+        schema |= {}
     if anchor and not _ANCHOR.violation(anchor):
         schema["$anchor"] = anchor
 

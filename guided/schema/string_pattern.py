@@ -114,7 +114,10 @@ def fit(node: Node, least: int, most: int | None) -> Node:
         item = items[loose[0]]
         if isinstance(item, Repeat) and isinstance(item.item, Chars):
             fixed = low - item.low
-            longest = item.high if most is None else min(x for x in (item.high, most - fixed) if x is not None)
+            if most is None:
+                longest = item.high
+            else:
+                longest = min(x for x in (item.high, most - fixed) if x is not None)
             items[loose[0]] = regex.repeat(item.item, max(item.low, least - fixed), longest)
             return regex.sequence(items)
     raise UnsupportedConstraint("a pattern together with minLength or maxLength that it doesn't imply")
@@ -166,7 +169,10 @@ def _beside(trie: dict[str, Any], *, is_first: bool = False) -> Node:
     children = {character: branch for character, branch in trie.items() if character != _END}
     known = regex.ranges_of((code, code) for character in children for code in _cases(character))
     is_name = _END in trie
-    excluded = regex.ranges_of([*known, *_SPACES]) if is_name or is_first else known
+    if is_name or is_first:
+        excluded = regex.ranges_of([*known, *_SPACES])
+    else:
+        excluded = known
     options = [regex.sequence([Chars(regex.complement(excluded)), _ANY])]
     if is_name:
         options.append(regex.sequence([Chars(_SPACES), Chars(regex.complement(_SPACES)), _ANY]))
@@ -204,7 +210,10 @@ def _strings(schema: Schema, *, exact: bool = False) -> Node:
         if schema.keys() <= {"type", "pattern", "minLength", "maxLength", "format"}:
             pattern = schema.get("pattern", formats.get(schema.get("format", "")))
             if not {"pattern", "format"} <= schema.keys() and ("format" not in schema or pattern is not None):
-                node = _ANY if pattern is None else parse_search(pattern)
+                if pattern is None:
+                    node = _ANY
+                else:
+                    node = parse_search(pattern)
                 most: Any = schema.get("maxLength")
                 return fit(node, int(schema.get("minLength", 0)), None if most is None else int(most))
         if schema.keys() <= {"type", "not"}:

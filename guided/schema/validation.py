@@ -61,7 +61,10 @@ def _type_fault(named: Any, path: list[str | int]) -> tuple[str, list[str | int]
         named = named[wrong]
         path = [*path, wrong]
     near = difflib.get_close_matches(str(named)[:60], _TYPES, n=1)
-    known = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(_TYPES)}"
+    if near:
+        known = f"did you mean {near[0]!r}?"
+    else:
+        known = f"it is one of {', '.join(_TYPES)}"
     return f"{bounded(named, 60)!r} is not valid as 'type': {known}", path
 
 

@@ -141,7 +141,10 @@ class _Writer:
     def _values(self, schema: Schema, types: tuple[str, ...], place: str, end: str) -> Iterator[Node]:
         """Yield the nodes of the values of `schema` that have one of `types`. A string ends with `end`."""
         has_texts = "string" in types and not self._style.has_json_strings
-        texts = _restricted(schema, ("string",)) if has_texts else None
+        if has_texts:
+            texts = _restricted(schema, ("string",))
+        else:
+            texts = None
         if texts is not None:
             strings = _root(texts)
             values = listed(strings)
@@ -165,7 +168,10 @@ class _Writer:
                 if kind in rest and not is_narrow and _restricted(schema, (kind,)) is not None:
                     yield nodes_of(schema, place)
             rest = [kind for kind in rest if kind in SCALARS]
-        form = _restricted(schema, tuple(rest)) if rest else None
+        if rest:
+            form = _restricted(schema, tuple(rest))
+        else:
+            form = None
         if form is not None:
             yield Content("json_schema", _alone(form.root, form), f"{self._content.pointer}{place}")
 
@@ -272,7 +278,10 @@ class ArgumentReader:
         """Return whether a value satisfies the schema at `path`. Other values of the arguments are not considered."""
         document = value
         for name in reversed(path):
-            document = [document] if name == ITEM and self._style.item and len(path) > 1 else {name: document}
+            if name == ITEM and self._style.item and len(path) > 1:
+                document = [document]
+            else:
+                document = {name: document}
         return not any(len(error.instance_path) >= len(path) for error in self._validator.errors(document))
 
 

@@ -116,7 +116,10 @@ def read(tag: Mapping[str, Any] | str, param: str) -> Any:
     """
     try:
         nesting = 2 * LIMITS.max_nesting
-        document = loads(tag, max_values=LIMITS.max_values, max_nesting=nesting) if isinstance(tag, str) else tag
+        if isinstance(tag, str):
+            document = loads(tag, max_values=LIMITS.max_values, max_nesting=nesting)
+        else:
+            document = tag
     except JsonTooLarge as error:
         raise ConstraintTooLarge(f"the structural tag is over a limit: {error}", param=param) from None
     except JsonError as error:
@@ -386,7 +389,10 @@ class _NodeBuilder:
         tags = enumerate(form.tags)
         option = self._either([Series(self._tag(tag, f"{at}/tags/{index}", depth + 1)) for index, tag in tags])
         separated = Series((option, Times(Series((Text(form.separator), option)), 0, None)))
-        several = option if form.stop_after_first else separated
+        if form.stop_after_first:
+            several = option
+        else:
+            several = separated
         if form.at_least_one:
             return several
         return Times(several, 0, 1)
@@ -416,7 +422,10 @@ class _NodeBuilder:
     def _tag(self, tag: _Tag, at: str, depth: int) -> tuple[Text | Token, Node]:
         """Return the begin of a tag, and the node of its content and end."""
         content = self.node(tag.content, f"{at}/content", depth + 1)
-        ends = tag.end if isinstance(tag.end, list) else [tag.end]
+        if isinstance(tag.end, list):
+            ends = tag.end
+        else:
+            ends = [tag.end]
         return _mark(tag.begin), Series((content, *([] if ends == [""] else [self._either(list(map(_mark, ends)))])))
 
     def _triggered_tags(self, form: _TriggeredTags | _TokenTriggeredTags, at: str, depth: int) -> Node:
@@ -435,7 +444,10 @@ class _NodeBuilder:
             if trigger is None:
                 message = "the tag never can be produced: no trigger is a prefix of its begin"
                 raise self._invalid(message, f"{at}/tags/{index}/begin")
-            left = begin.text[len(trigger.text) :] if isinstance(begin, Text) and isinstance(trigger, Text) else ""
+            if isinstance(begin, Text) and isinstance(trigger, Text):
+                left = begin.text[len(trigger.text) :]
+            else:
+                left = ""
             rules[trigger].append(Series((Text(left), rest)))
         options = tuple((trigger, self._either(rests)) for trigger, rests in rules.items())
         dispatch = self._checked(Dispatch(options, not form.stop_after_first, excludes), at)

@@ -225,9 +225,15 @@ def tool_format(name: str | None) -> ToolFormat | None:
     section = next((tag for tag in outer if tag["content"]["type"] == "tags_with_separator"), None)
     *before, arguments = call["content"].get("elements", [call["content"]])
     begin = call["begin"] + "".join(element.get("value", NUMBER) for element in before)
-    style = "mimo_xml" if listed.family == "mimo" else arguments["style"]
+    if listed.family == "mimo":
+        style = "mimo_xml"
+    else:
+        style = arguments["style"]
     # xgrammar's elements have no line break at their end.
-    end = call["end"].removeprefix("\n") if style == "qwen_xml" else call["end"]
+    if style == "qwen_xml":
+        end = call["end"].removeprefix("\n")
+    else:
+        end = call["end"]
     trigger = listed.trigger or _parts(form, "triggered_tags")[0]["triggers"][0]
     complete = replace(listed, call=(begin, end), trigger=trigger, style=style)
     if section is None:
@@ -240,7 +246,10 @@ def tool_format(name: str | None) -> ToolFormat | None:
 def _parts(form: Any, kind: str) -> list[dict[str, Any]]:
     """Return the formats of type `kind` within a format, the outer formats first."""
     inner = form.values() if isinstance(form, dict) else form if isinstance(form, list) else ()
-    outer = [form] if isinstance(form, dict) and form.get("type") == kind else []
+    if isinstance(form, dict) and form.get("type") == kind:
+        outer = [form]
+    else:
+        outer = []
     return outer + [part for value in inner for part in _parts(value, kind)]
 
 
@@ -277,7 +286,10 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
     form = calls.format
     once = not (calls.parallel and form.parallel) or any(function.text for function in calls.functions)
     tags = [_call(form, begin, function) for function in calls.functions for begin in (form.call[0], *form.variants)]
-    separator = form.gap if form.separator is None else form.separator
+    if form.separator is None:
+        separator = form.gap
+    else:
+        separator = form.separator
     listed: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
@@ -287,8 +299,14 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
     }
     section = _tag(form.opening, listed, form.closing)
     if calls.anywhere(reasoning):
-        parts = tags if form.separator is None else [section]
-        parts += [_tag(form.finish, _literal(""), "")] if form.finish else []
+        if form.separator is None:
+            parts = tags
+        else:
+            parts = [section]
+        if form.finish:
+            parts += [_tag(form.finish, _literal(""), "")]
+        else:
+            parts += []
         return {
             "type": "triggered_tags",
             "triggers": [form.trigger],
@@ -305,7 +323,10 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
         section = _sequence({"type": "optional", "content": _tag(begin, {"type": "any_text"}, end)}, section)
     if calls.required:
         return section
-    text = {"type": "regex", "pattern": form.answer} if form.answer else None
+    if form.answer:
+        text = {"type": "regex", "pattern": form.answer}
+    else:
+        text = None
     return {"type": "or", "elements": [section, _answered(reasoning, calls.answer or text)]}
 
 
@@ -332,10 +353,16 @@ def answer_format(
         thinking: whether the prompt ends within a thinking phase (`open`), or the model may begin one (`possible`).
         max_tokens: maximum number of tokens of the thoughts.
     """
-    form = calls_format(answer, reasoning) if isinstance(answer, Calls) else _answered(reasoning, answer)
+    if isinstance(answer, Calls):
+        form = calls_format(answer, reasoning)
+    else:
+        form = _answered(reasoning, answer)
     if reasoning is None or thinking == "no":
         return form
-    begin = reasoning.begin if thinking == "possible" else ""
+    if thinking == "possible":
+        begin = reasoning.begin
+    else:
+        begin = ""
     thoughts = _tag(begin, {"type": "any_text", "max_tokens": max_tokens}, reasoning.end)
     lines = {"type": "optional", "content": {"type": "or", "elements": [_literal("\n"), _literal("\n\n")]}}
     phase = _sequence(thoughts, _literal(reasoning.between) if reasoning.between else lines)

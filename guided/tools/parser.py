@@ -113,7 +113,10 @@ class OutputParser:
             if begin is not None and begin["name"] in self._functions:
                 in_section = yield from self._call(tools, self._functions[begin["name"]])
                 continue
-            self._position = self._position if begin is None else begin.start()
+            if begin is None:
+                self._position = self._position
+            else:
+                self._position = begin.start()
             if in_section:
                 in_section = False
             elif tools.preamble is not None and (yield from self._take(regex.escape(tools.preamble[0]))):
@@ -131,11 +134,20 @@ class OutputParser:
                 searched = match.end()
                 continue
             cut = self._finished and not begun and not _is_cut(match, trigger)
-            end = len(self._output) if match is None or cut else match.start()
+            if match is None or cut:
+                end = len(self._output)
+            else:
+                end = match.start()
             whole = self._blank + self._output[self._position : end]
-            whole = whole.lstrip() if self.num_calls and not self._has_text else whole
+            if self.num_calls and not self._has_text:
+                whole = whole.lstrip()
+            else:
+                whole = whole
             is_last = self._finished and not self.num_calls and not begun
-            shown = whole if is_last else whole.rstrip()
+            if is_last:
+                shown = whole
+            else:
+                shown = whole.rstrip()
             self._blank = whole[len(shown) :]
             self._has_text = self._has_text or bool(shown)
             self._position = searched = match.end() if begun else end
@@ -206,7 +218,10 @@ class OutputParser:
                 elif mark[0] == '"':
                     in_string = not in_string
                 elif not in_string:
-                    depth += 1 if mark[0] in "{[" else -1
+                    if mark[0] in "{[":
+                        depth += 1
+                    else:
+                        depth += -1
                     if depth == 0:
                         self._position = mark.end()
                         ended = True
@@ -248,8 +263,14 @@ class OutputParser:
 
     def _until(self, mark: str) -> tuple[str, bool]:
         """Return the text up to `mark`, which is skipped, or the text that is certainly before `mark`."""
-        place = self._output.find(mark, self._position) if mark else -1
-        end = place if place >= 0 else len(self._output)
+        if mark:
+            place = self._output.find(mark, self._position)
+        else:
+            place = -1
+        if place >= 0:
+            end = place
+        else:
+            end = len(self._output)
         if place < 0 and not self._finished:
             longest = min(len(mark) - 1, end - self._position)
             held = next((size for size in range(longest, 0, -1) if self._output.endswith(mark[:size])), 0)
@@ -270,7 +291,10 @@ def _beginnings(tools: ToolFormat) -> tuple[str, str]:
     if tools.opening:
         first = rf"{start}\s*{_lenient(tools.opening.removeprefix(tools.trigger))}\s*(?:{call})"
     else:
-        first = call if tools.pattern else rf"{start}\s*{_lenient(tools.call[0].removeprefix(tools.trigger))}"
+        if tools.pattern:
+            first = call
+        else:
+            first = rf"{start}\s*{_lenient(tools.call[0].removeprefix(tools.trigger))}"
     first = tools.around[0] + first
     return first + (f"|{regex.escape(tools.finish)}" if tools.finish else ""), call
 

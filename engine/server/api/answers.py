@@ -218,7 +218,10 @@ class ChoicesAnswer(Answer):
             by_token = (
                 completion.logprobs is not None or completion.mask_details is not None or self.job.reported.token_ids
             )
-            count = len(completion.token_ids) if by_token else tokens
+            if by_token:
+                count = len(completion.token_ids)
+            else:
+                count = tokens
             contents = self.contents(index, completion, characters) or ([self.content("")] if tokens < count else [])
             for content in contents:  # the first chunk has the reports on the tokens
                 fields = {**content, **self._of_tokens(index, completion, slice(tokens, count))}
@@ -236,7 +239,10 @@ class ChoicesAnswer(Answer):
                 yield chunk
 
     def first_events(self) -> Iterator[dict[str, Any]]:
-        guided = {} if self.guided is None else {"guided": self.guided_info()}
+        if self.guided is None:
+            guided = {}
+        else:
+            guided = {"guided": self.guided_info()}
         for index in range(self.job.num_choices):
             opening = self.opening(index)
             of_prompt = self._of_prompt(index // self.job.params.n)

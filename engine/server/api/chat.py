@@ -80,8 +80,14 @@ def build_job(
     wanted = requested_constraint(body, context.settings)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
-    logprobs = body.top_logprobs or 0 if body.logprobs else None
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if body.logprobs:
+        logprobs = body.top_logprobs or 0
+    else:
+        logprobs = None
+    if body.max_completion_tokens is None:
+        limit = body.max_tokens
+    else:
+        limit = body.max_completion_tokens
     check_size(context, body, 1, limit, logprobs)
     prompt = encode_body(context, body, body.messages)
     rest = body.model_copy(update={"messages": []})

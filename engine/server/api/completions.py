@@ -46,7 +46,10 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     def tokenized(number: int, prompt: Any) -> list[int]:
         if isinstance(prompt, list):
             return prompt  # the engine checks the ids
-        param = "prompt" if is_one else f"prompt[{number}]"
+        if is_one:
+            param = "prompt"
+        else:
+            param = f"prompt[{number}]"
         return encode(context, prompt, add_special_tokens=body.add_special_tokens, param=param)
 
     prompts = [tokenized(number, prompt) for number, prompt in enumerate(given)]
@@ -99,7 +102,10 @@ class _TextAnswer(ChoicesAnswer):
         offsets: list[int] = []
         for token in output.token_ids[which]:
             # Stop strings and incomplete characters are not in the text.
-            end = len(output.text) if output.finish_reason is not None else self._lengths[index]
+            if output.finish_reason is not None:
+                end = len(output.text)
+            else:
+                end = self._lengths[index]
             offsets.append(min(self._lengths[index], end))
             self._lengths[index] += len(self._decoders[index].decode(pieces[token]))
         return {

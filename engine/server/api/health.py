@@ -56,7 +56,10 @@ async def health(response: Response, context: Context) -> Health:
 async def live(response: Response, context: Context) -> Liveness:
     """Report whether the engine runs. If it does not, the process must be restarted."""
     health = context.llm.health()
-    reason = None if health.alive else f"the engine has died: {health.error}"
+    if health.alive:
+        reason = None
+    else:
+        reason = f"the engine has died: {health.error}"
     return Liveness(status=_status(reason, response), reason=reason)
 
 

@@ -183,7 +183,10 @@ class CountTokensRequest(GenerationRequest):
             on = self.thinking.type == "enabled"
             fields["max_reasoning_tokens"] = (self.thinking.budget_tokens if on else 0) if thinks else None
             variables = thinking_variables(on)
-        system = [] if self.system is None else [Message(role="system", content=joined(self.system))]
+        if self.system is None:
+            system = []
+        else:
+            system = [Message(role="system", content=joined(self.system))]
         continued = self.messages[-1].role == "assistant" and self.messages[-1].content[-1].type == "text"
         return ChatRequest.model_construct(
             **fields,
@@ -287,7 +290,10 @@ class _MessageAnswer(PartsAnswer):
         return message_error(error)
 
     def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        of_call = {"id": self.job.new_call_id(), "name": piece.text} if piece.kind == "call" else {}
+        if piece.kind == "call":
+            of_call = {"id": self.job.new_call_id(), "name": piece.text}
+        else:
+            of_call = {}
         self.parts.append(_BLOCKS[piece.kind] | of_call)
         yield self._event("start", content_block=self.parts[-1])
 

@@ -103,8 +103,14 @@ class GenerateRequest(OllamaRequest):
 
     @model_validator(mode="after")
     def _as_chat(self) -> Self:
-        system = [Message(role="system", content=self.system)] if self.system else []
-        self.messages = [*system, Message(role="user", content=self.prompt)] if self.prompt else []
+        if self.system:
+            system = [Message(role="system", content=self.system)]
+        else:
+            system = []
+        if self.prompt:
+            self.messages = [*system, Message(role="user", content=self.prompt)]
+        else:
+            self.messages = []
         return self
 
 
@@ -212,7 +218,10 @@ class _OllamaAnswer(PartsAnswer):
 
     def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if self.open in _FIELDS:
-            reported = {"logprobs": logprobs} if logprobs else {}
+            if logprobs:
+                reported = {"logprobs": logprobs}
+            else:
+                reported = {}
             self.parts.append({_FIELDS[self.open]: text, **reported})
             yield self._line(self.parts[-1])
 
@@ -227,7 +236,10 @@ class _OllamaAnswer(PartsAnswer):
         whole: dict[str, Any] = {}
         for part in self.parts:
             for name, value in part.items():
-                whole[name] = whole[name] + value if name in whole else value
+                if name in whole:
+                    whole[name] = whole[name] + value
+                else:
+                    whole[name] = value
         [output] = finished
         [completion] = output.outputs
         fields = {
@@ -244,7 +256,10 @@ class _OllamaAnswer(PartsAnswer):
 
 def _shaped(place: str, content: str = "", logprobs: Any = None, **others: Any) -> dict[str, Any]:
     """Return a part of the output in the shape for messages, or for a prompt."""
-    reported = {} if logprobs is None else {"logprobs": logprobs}
+    if logprobs is None:
+        reported = {}
+    else:
+        reported = {"logprobs": logprobs}
     if place == "prompt":
         return {"response": content, **others, **reported}
     return {"message": {"role": "assistant", "content": content, **others}, **reported}

@@ -323,7 +323,10 @@ class _ResponseAnswer(PartsAnswer):
         if kind.part is None:
             item |= text
         else:
-            logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
+            if self._logprobs:
+                logprobs = {"logprobs": self._logprobs}
+            else:
+                logprobs = {}
             part = {**kind.part, **text, **logprobs}
             item["content"] = [part]
             yield self._about_text("response.content_part.done", part=part)
@@ -371,7 +374,10 @@ class _ResponseAnswer(PartsAnswer):
         return {"type": event, "output_index": len(self.parts) - 1, **fields}
 
     def _about_text(self, event: str, **fields: Any) -> dict[str, Any]:
-        place = {} if self._kind.part is None else {"content_index": 0}
+        if self._kind.part is None:
+            place = {}
+        else:
+            place = {"content_index": 0}
         return self._about_item(event, item_id=self.parts[-1]["id"], **place, **fields)
 
 

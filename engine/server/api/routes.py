@@ -103,7 +103,10 @@ def parse(raw: bytes, request: Request, body_type: type[BaseModel], context: Ser
     except JsonError as error:
         raise InvalidRequest(f"the body is not JSON: {error}", code="invalid_json") from None
     try:
-        ignored = None if context.settings.strict_fields else request.state.ignored
+        if context.settings.strict_fields:
+            ignored = None
+        else:
+            ignored = request.state.ignored
         return body_type.model_validate(data, context={"ignored": ignored, "names": request.state.field_names})
     except ValidationError as error:
         raise shape_error(error.errors(include_url=False, include_input=False)) from None

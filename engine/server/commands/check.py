@@ -83,7 +83,10 @@ def check(
 
 def _text_of(file: Path) -> str:
     """Read a file. Convert YAML to JSON."""
-    text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    if str(file) == "-":
+        text = sys.stdin.read()
+    else:
+        text = file.read_text(encoding="utf-8")
     if file.suffix.lower() not in (".yaml", ".yml"):
         return text
     try:
@@ -95,10 +98,16 @@ def _text_of(file: Path) -> str:
 def _lines(report: Report) -> str:
     if report.accepted:
         lines = [f"{report.name}: accepted ({report.kind}), {report.backend}, {1000 * report.compile_seconds:.1f} ms"]
-        lines += [f"  allows: {report.understood}"] if report.understood else []
+        if report.understood:
+            lines += [f"  allows: {report.understood}"]
+        else:
+            lines += []
         lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
     else:
-        where = "" if report.pointer is None else f" at {report.pointer or 'the root'}"
+        if report.pointer is None:
+            where = ""
+        else:
+            where = f" at {report.pointer or 'the root'}"
         lines = [f"{report.name}: refused ({report.kind}){where}: {report.error}"]
     if report.checked:
         lines.append(f"  checked: {', '.join(report.checked)}")

@@ -115,7 +115,10 @@ def examine(options: ServeOptions) -> Iterator[Finding]:
         yield Finding("warning", "Ray", f"{text}: {advice}")
     elif options.pool != "inline":
         given = json.dumps(asdict(options.ray))
-        good = "a local one is started" if options.ray.address is None else "the cluster has room for the pool"
+        if options.ray.address is None:
+            good = "a local one is started"
+        else:
+            good = "the cluster has room for the pool"
         yield _tried("Ray", good, "", _TRY_RAY, given)
     for name in BACKENDS:
         advice = "pip install --force-reinstall it, with constraints.txt"

@@ -72,12 +72,18 @@ def reported(command: str, status: int) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, GuidedError, ModuleNotFoundError) as error:
-        advice = f": {install_advice(str(error))}" if isinstance(error, ModuleNotFoundError) else ""
+        if isinstance(error, ModuleNotFoundError):
+            advice = f": {install_advice(str(error))}"
+        else:
+            advice = ""
         typer.secho(f"guided {command}: {' '.join(str(error).split())}{advice}", fg=typer.colors.RED, err=True)
         raise typer.Exit(status) from None
 
 
 def install_advice(error: str) -> str:
     """Return the command that installs the missing package of a `ModuleNotFoundError`."""
-    extras = "server,ray" if "'ray" in error else "server"
+    if "'ray" in error:
+        extras = "server,ray"
+    else:
+        extras = "server"
     return f"pip install '.[{extras}]' in a checkout of guided"  # on package indexes, `guided` is another project

@@ -80,7 +80,10 @@ def view(url: str, before: Snapshot, now: Snapshot) -> RenderableType:
     """Render a reading, with rates since the reading `before`."""
     if now.problem is not None:
         return Text(f"{url} does not answer: {now.problem}", style="bold red")
-    reason = f": {now.health['reason']}" if now.health["reason"] else ""
+    if now.health["reason"]:
+        reason = f": {now.health['reason']}"
+    else:
+        reason = ""
     title = f"{url}  {time.strftime('%H:%M:%S')}  {now.health['status']}{reason}"
     failures = [
         f"{count:.0f} x {code}"

@@ -307,7 +307,10 @@ class OfferedTool(FunctionDefinition):
     @model_validator(mode="before")
     @classmethod
     def _note_hosted(cls, data: Any, info: ValidationInfo) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(data, dict):
+            kind = data.get("type")
+        else:
+            kind = None
         if not is_hosted(kind):
             return data
         ignored = (info.context or {}).get("ignored")
@@ -344,7 +347,10 @@ class Tool(Body):
 
     def input_grammar(self, syntax: str) -> str | None:
         """Return the grammar of a custom tool's input, if it has one in this syntax."""
-        form = self.function.format if self.type == "custom" else None
+        if self.type == "custom":
+            form = self.function.format
+        else:
+            form = None
         if form is not None and (form.type, form.syntax) == ("grammar", syntax):
             return form.definition
         return None
@@ -408,7 +414,10 @@ class PromptFields(TurnFields):
             name, now = ("functions", "tools") if functions else ("function_call", "tool_choice")
             raise InvalidRequest(f"tools do not go with {name}, a former field: use {now}", param=name)
         self.tools = [Tool(type="function", function=function) for function in functions]
-        self.tool_choice = {"type": "function", **choice} if isinstance(choice, dict) else choice
+        if isinstance(choice, dict):
+            self.tool_choice = {"type": "function", **choice}
+        else:
+            self.tool_choice = choice
         self.parallel_tool_calls = False
         return self
 

@@ -80,7 +80,10 @@ def _backend(request: GenerationRequest, settings: ServerSettings) -> tuple[str,
     """Return the backend, the field that names it, and the options after its name."""
     older = request.guided_decoding_backend
     given = request.backend
-    field = "backend" if older is None else "guided_decoding_backend"
+    if older is None:
+        field = "backend"
+    else:
+        field = "guided_decoding_backend"
     if None not in (older, given):
         raise InvalidRequest(f"backend and {field} are given: choose one", param=field)
     name, *options = (older or given or settings.backend).replace(",", ":").split(":")

@@ -49,7 +49,10 @@ def check_size(
     if prompts * max(n, body.best_of or 1) > limit:
         param = "prompt" if prompts > 1 else "n" if n > limit else "best_of"
         raise InvalidRequest(f"prompts times n or best_of is more than the limit of {limit} outputs", param=param)
-    outputs = 0 if logprobs is None or prompts * n == 1 else prompts * n
+    if logprobs is None or prompts * n == 1:
+        outputs = 0
+    else:
+        outputs = prompts * n
     count = outputs * (max_tokens or context.llm.max_model_len) * ((logprobs or 0) + 1)
     if count > _MAX_LOGPROBS:
         raise InvalidRequest(
@@ -75,13 +78,22 @@ def sampling_params(
         given |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
     is_used = bool(context.llm.engine.sampler.processors.classes)
     for name in request.vllm_xargs or ():
-        meant = None if is_used and name not in ConstraintFields.model_fields else request.hint(name)
+        if is_used and name not in ConstraintFields.model_fields:
+            meant = None
+        else:
+            meant = request.hint(name)
         if meant is not None or not is_used:
-            hint = "" if meant is None else f"; did you mean {meant}, beside vllm_xargs?"
+            if meant is None:
+                hint = ""
+            else:
+                hint = f"; did you mean {meant}, beside vllm_xargs?"
             message = "vllm_xargs needs a custom logits processor that has this argument: see --logits-processors"
             raise InvalidRequest(message + hint, param="vllm_xargs")
     if request.stream and (request.use_beam_search or (request.best_of or 1) > (request.n or 1)):
-        name = "use_beam_search" if request.use_beam_search else "best_of"
+        if request.use_beam_search:
+            name = "use_beam_search"
+        else:
+            name = "best_of"
         raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs is not available with stream: true", param="prompt_logprobs")
@@ -179,7 +191,10 @@ class Job:
             raise InvalidRequest(message, param="prompt_logprobs")
         groups = []
         for number, prompt in enumerate(self.prompts):
-            request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{number}"
+            if len(self.prompts) == 1:
+                request_id = self.request_id
+            else:
+                request_id = f"{self.request_id}-{number}"
             try:
                 stream = self.stream or self.at_admission
                 groups.append(context.llm.engine.admit(request_id, prompt, self.params, stream=stream))
@@ -242,7 +257,10 @@ def report(job: Job, error: GuidedError) -> None:
     if isinstance(error, ShuttingDown | QueueFull) or (error.status < 500 and not isinstance(error, CompileTimeout)):
         return
     constraint = job.params.constraint
-    kind = "none" if constraint is None else constraint.kind
+    if constraint is None:
+        kind = "none"
+    else:
+        kind = constraint.kind
     backend = job.groups[0].backend or job.params.backend
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     logger.warning(

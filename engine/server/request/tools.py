@@ -55,15 +55,24 @@ def requested_calls(
             continue
         field = schema_field(index, tool)
         strict = tool.function.strict
-        faults = None if body.strict_schema or strict else refused.setdefault(field, [])
+        if body.strict_schema or strict:
+            faults = None
+        else:
+            faults = refused.setdefault(field, [])
         parameters = _parameters(tool, field, [""] if is_off and strict is False else faults)
         if (pattern := tool.input_grammar("regex")) is not None:
             parse(pattern, param=field, lookaheads=False)  # raises if the regex can't be enforced
         lark = tool.input_grammar("lark")
-        text = None if lark is None else _text_format(lark, field, tool_format)
+        if lark is None:
+            text = None
+        else:
+            text = _text_format(lark, field, tool_format)
         functions.append(Function(tool.function.name, parameters, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
-    answer = None if constraint is None else as_format(constraint)
+    if constraint is None:
+        answer = None
+    else:
+        answer = as_format(constraint)
     return Calls(tool_format, functions, mode != "auto", parallel, answer)
 
 
@@ -97,9 +106,15 @@ def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[
         if mode == "required" and not known:
             raise _invalid("required needs tools")
         return mode, frozenset(known)
-    allowed = choice.get("allowed_tools", choice) if choice.get("type") == "allowed_tools" else None
+    if choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+    else:
+        allowed = None
     try:
-        mode = "named" if allowed is None else allowed["mode"]
+        if allowed is None:
+            mode = "named"
+        else:
+            mode = allowed["mode"]
         tools: Any = [choice] if allowed is None else allowed["tools"]
         functions = [tool for tool in tools if not is_hosted(tool.get("type"))]
         names = [tool.get(tool.get("type"), tool)["name"] for tool in functions]
@@ -128,7 +143,10 @@ def _parameters(tool: Tool, field: str, refused: Collection[str] | None) -> dict
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     named = schema.get("type", "object")
-    kinds = named if isinstance(named, list) else [named]
+    if isinstance(named, list):
+        kinds = named
+    else:
+        kinds = [named]
     if refused is not None:
         is_object = any(kind in _OBJECT_TYPES for kind in kinds)
         schema = relaxed({**schema, "type": "object"}, refused if is_object else [""])

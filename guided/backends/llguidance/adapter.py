@@ -244,8 +244,14 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
         )
     from guided.schema import string_pattern
 
-    pattern = LINE_BREAK if whitespace is None else string_pattern.whitespace(whitespace)
-    blank = " ?" if whitespace is None else ""
+    if whitespace is None:
+        pattern = LINE_BREAK
+    else:
+        pattern = string_pattern.whitespace(whitespace)
+    if whitespace is None:
+        blank = " ?"
+    else:
+        blank = ""
     return {
         "item_separator": f",{blank}",
         "key_separator": f":{blank}",

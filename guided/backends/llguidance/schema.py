@@ -196,7 +196,10 @@ class LLGuidanceLowering(SchemaLowering):
             try:
                 found[without(pattern, names) if names and apart else pattern] = value
             except UnsupportedConstraint:
-                keyword = "patternProperties" if pattern in schema.get("patternProperties", {}) else "propertyNames"
+                if pattern in schema.get("patternProperties", {}):
+                    keyword = "patternProperties"
+                else:
+                    keyword = "propertyNames"
                 raise self.refusal(schema, keyword, " that match named properties too") from None
         return found
 

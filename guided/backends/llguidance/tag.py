@@ -123,7 +123,10 @@ class TagGrammar:
             case FreeText(excludes):
                 return self._text(excludes, [], rest)
             case Dispatch(rules, loop, excludes):
-                after = (_AGAIN,) if loop else rest
+                if loop:
+                    after = (_AGAIN,)
+                else:
+                    after = rest
                 heads = [head for trigger, node in rules for head in self._heads((trigger, node, *after))]
                 return self._text(excludes, heads, rest, loop=loop)
             case Content():
@@ -174,7 +177,10 @@ class TagGrammar:
 
     def _text(self, excludes: tuple[str, ...], heads: Sequence[_Head], rest: _Items, *, loop: bool = False) -> str:
         """Return free text up to one of `heads` (in a loop: again and again); or free text, and then `rest`."""
-        exits = self._heads(rest) if rest else []
+        if rest:
+            exits = self._heads(rest)
+        else:
+            exits = []
         stops = [head for head, _ in (*heads, *exits)]
         literals = {head.text for head in stops if isinstance(head, Text)}
         for text in literals:
@@ -183,7 +189,10 @@ class TagGrammar:
         names = self._special_in(stops)
         body = self._lexeme(_without({*excludes, *names}))
         plain = self._lexeme(_without({*excludes, *names, *literals}))
-        last = self._until(body, plain, exits) if rest else plain
+        if rest:
+            last = self._until(body, plain, exits)
+        else:
+            last = plain
         if not heads:
             return last
         once = self._until(body, plain, heads)
@@ -214,7 +223,10 @@ class TagGrammar:
                 self.checked += [content.pointer + place for place in checked]
                 self._inner[content] = {**grammar, "name": f"c{len(self._inner)}"}
             return f"@{self._inner[content]['name']} {self._series(rest)}"
-        heads = self._heads(rest) if rest else []
+        if rest:
+            heads = self._heads(rest)
+        else:
+            heads = []
         names = self._special_in(head for head, _ in heads)
         body = self._lexeme(slashed(texts) + (f" & {_without(names)}" if names else ""))
         if rest:
@@ -260,7 +272,10 @@ class TagGrammar:
         return [Token(part) if index % 2 else Text(part) for index, part in parts if part] or [Text("")]
 
     def _token(self, token: Token) -> str:
-        number = self._special.get(str(token.token)) if isinstance(token.token, str) else token.token
+        if isinstance(token.token, str):
+            number = self._special.get(str(token.token))
+        else:
+            number = token.token
         if number is None or number not in self._special.values():
             message = f"{bounded(repr(token.token), 60)} is no special token that an output may contain"
             raise UnsupportedConstraint(f"{message} (a stop token ends it, and is left out)", param="structural_tag")

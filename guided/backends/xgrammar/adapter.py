@@ -48,7 +48,10 @@ reading xgrammar's JSON takes longer (0.31 s and 0.15 s instead of 0.31 s with 1
 
 def _message(error: BaseException) -> str:
     # xgrammar may cut its quotations within a character.
-    text = error.object.decode("utf-8", "replace") if isinstance(error, UnicodeDecodeError) else str(error)
+    if isinstance(error, UnicodeDecodeError):
+        text = error.object.decode("utf-8", "replace")
+    else:
+        text = str(error)
     # Without the place in its sources, and the column in a line that `gbnf` has rewritten.
     return bounded(re.sub(r"^\[[\d:]+\] \S+?:\d+: |, column \d+", "", text).strip())
 
@@ -77,7 +80,10 @@ class XGrammarBackend(Backend):
             return grammar
         except (RuntimeError, UnicodeDecodeError) as error:
             # Malformed schemas and regexes were refused before: xgrammar can't enforce the others.
-            refusal = InvalidConstraint if constraint.kind == "grammar" else UnsupportedConstraint
+            if constraint.kind == "grammar":
+                refusal = InvalidConstraint
+            else:
+                refusal = UnsupportedConstraint
             raise refusal(f"xgrammar refuses the {constraint.kind}: {_message(error)}", param=constraint.kind) from None
 
     def load(self, constraint: Constraint, dumped: memoryview) -> XGrammarGrammar:
@@ -150,7 +156,10 @@ def _corrected(grammar: str, schema: XGrammarLowering) -> str:
     """Correct the mistakes in xgrammar's grammar of a schema (see `XGrammarLowering`)."""
     # No literal of JSON text looks like these rules, nor like the placeholder of a pattern.
     # Named properties are without `u0061` and `/`, which would be a second way to write a character.
-    escapes = r"([\"\\bfnrt])" if schema.open_names else _ESCAPES
+    if schema.open_names:
+        escapes = r"([\"\\bfnrt])"
+    else:
+        escapes = _ESCAPES
     mistakes = [(r"(?m)^basic_escape ::= .*$", f"basic_escape ::= {escapes}")]
     if schema.open_names and schema.distinct_names:
         grammar = _with_other_names(grammar)

@@ -40,7 +40,10 @@ def ebnf(node: Node) -> str:
         case Repeat(item, 0, 1):
             return f'({ebnf(item)} | "")'
         case Repeat(item, low, high):
-            repeated = _class(across_surrogates(item.ranges)) if isinstance(item, Chars) else f"({ebnf(item)})"
+            if isinstance(item, Chars):
+                repeated = _class(across_surrogates(item.ranges))
+            else:
+                repeated = f"({ebnf(item)})"
             if high is None:
                 return repeated + {0: "*", 1: "+"}.get(low, f"{{{low},}}")
             return f"{repeated}{{{low},{high}}}"

@@ -52,13 +52,19 @@ class XGrammarLowering(SchemaLowering):
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         least = int(schema.get("minLength", 0))
         most = schema.get("maxLength")
-        most = int(most) if most is not None and most < _COUNT else None
+        if most is not None and most < _COUNT:
+            most = int(most)
+        else:
+            most = None
         if "pattern" in schema and "format" in schema:
             raise self.refusal(schema, "pattern", " next to 'format'")
         keyword = next((keyword for keyword in ("pattern", "format") if keyword in schema), None)
         if keyword is not None:
             # xgrammar's own formats allow the 31st of February, 00:00:61, 222.046.46.46 and quotes in JSON pointers.
-            pattern = schema["pattern"] if keyword == "pattern" else FORMATS[schema["format"]]
+            if keyword == "pattern":
+                pattern = schema["pattern"]
+            else:
+                pattern = FORMATS[schema["format"]]
             return self._of_pattern(schema, keyword, pattern, least, most)
         if most == 0:
             return {"const": ""}
@@ -102,8 +108,14 @@ class XGrammarLowering(SchemaLowering):
         lowered: dict[str, Any] = {"type": "array"}
         if prefix:
             lowered["prefixItems"] = [self.lower(item) for item in prefix]
-        lowered["items"] = False if items is False else self.lower(items)
-        most = None if most is None or most >= _COUNT or items is False else most
+        if items is False:
+            lowered["items"] = False
+        else:
+            lowered["items"] = self.lower(items)
+        if most is None or most >= _COUNT or items is False:
+            most = None
+        else:
+            most = most
         # Without `minItems`, xgrammar lets any number of a tuple's last items be missing.
         return lowered | counts("minItems", least, "maxItems", most)
 
@@ -126,7 +138,10 @@ class XGrammarLowering(SchemaLowering):
         if allowed:
             lowered["properties"] = allowed
         if rest is not True:
-            lowered["additionalProperties"] = False if rest is False else self.lower(rest)
+            if rest is False:
+                lowered["additionalProperties"] = False
+            else:
+                lowered["additionalProperties"] = self.lower(rest)
         if required:
             lowered["required"] = required
         return lowered

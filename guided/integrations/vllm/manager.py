@@ -127,9 +127,15 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     def _note_failure(self, request_id: str, error: GuidedError) -> None:
         """Note a failure as vLLM answers it: with status 400, 503 (retryable) or 500."""
         # Also a client's mistake: a caller of `LLM.generate` is told no message.
-        level = logging.ERROR if error.status >= 500 else logging.INFO
+        if error.status >= 500:
+            level = logging.ERROR
+        else:
+            level = logging.INFO
         _log.log(level, "guided request %s fails: %s", request_id, error)
-        code = error.code if error.status >= 429 else "validation_error"
+        if error.status >= 429:
+            code = error.code
+        else:
+            code = "validation_error"
         self.errors[request_id] = RequestError(code, str(error), error.retryable)
 
     def grammar_init(self, request: Request) -> None:
@@ -236,13 +242,19 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             first = number * self._stride
             if constraint_start and self._implicit_ends(requests[request_id]):
                 ends_before_output = grammar_start == constraint_start <= len(tokens)
-                beginning = first + constraint_start if ends_before_output else first
+                if ends_before_output:
+                    beginning = first + constraint_start
+                else:
+                    beginning = first
                 step.reasoning[request_id] = min(constraint_start, 1 + len(tokens)), beginning
                 if not ends_before_output:
                     step.rows.append(GuidedRow(guided, first, guided.tokens))
             for count in range(constraint_start, len(tokens) + 1):
                 consumed = tokens[grammar_start:count]
-                before = [*guided.tokens, *consumed] if consumed else guided.tokens
+                if consumed:
+                    before = [*guided.tokens, *consumed]
+                else:
+                    before = guided.tokens
                 step.rows.append(GuidedRow(guided, first + count, before, len(consumed)))
         self._masker.prepare(step.rows)
         return step
@@ -273,7 +285,10 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             complete = any(_allows(mask, token) for token in vocabulary.stop_token_ids)
             for token in guided.stops:
                 word = mask[token >> 5]
-                mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
+                if complete:
+                    mask[token >> 5] = word | _bit(token)
+                else:
+                    mask[token >> 5] = word & ~_bit(token)
 
 
 def lazy_pool(config: VllmConfig) -> LazyPool:
@@ -283,7 +298,10 @@ def lazy_pool(config: VllmConfig) -> LazyPool:
         InvalidRequest: vLLM was started without a tokenizer.
         TypeError, ValueError: there is no such pool or option, or its value is out of range.
     """
-    additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
+    if isinstance(config.additional_config, Mapping):
+        additional = config.additional_config
+    else:
+        additional = {}
     options = {"pool": "ray", **(additional.get("guided") or {})}
     if options["pool"] == "ray":
         options.setdefault("max_replays", 2)  # vLLM has no finish reason for another request's fault

@@ -46,7 +46,10 @@ def _report(pool: MaskPool, is_closed: Callable[[], bool]) -> None:
             file.truncate(len(content))
             up = sum(worker.state == "up" for worker in status.workers)
             state = f"{up} of {len(status.workers)} workers of the mask pool are up"
-            state += f": {status.trouble}" if status.trouble else ""
+            if status.trouble:
+                state += f": {status.trouble}"
+            else:
+                state += ""
             if state != last:
                 _log.info("%s", state)
             last = state
