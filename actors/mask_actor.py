@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.packages import buffer, receive, receive_package, send_package, socket_pair
+from actors.packages import buffer, receive, receive_grammar, send_package, socket_pair
 from actors.processes import enter_session, limit_memory, memory_limit, package_version
 from actors.protocol import WAKE, Indices, Int32s, Int64s, Segment, SegmentName, SlotTable, attach, connect, hang_up
 from actors.server import ReceiveGrammar, StepServer
@@ -194,7 +194,7 @@ class MaskActor(RemoteSteps):
         if table is None:
             return False
         end, grammars = connect(path)
-        self._serve(end, lambda: partial(buffer, receive_package(grammars)), table)
+        self._serve(end, lambda: partial(buffer, receive_grammar(grammars)), table)
         return True
 
     def serve_remotely(self, slots: int, words: int) -> None:
@@ -250,7 +250,7 @@ def forward(
             _log.info("a step channel ends: %s", error)
         hang_up(end)
 
-    for action in (forward_frame, lambda: load(receive(grammars)), return_lines):
+    for action in (forward_frame, lambda: load(buffer(receive_grammar(grammars))), return_lines):
         threading.Thread(target=run, args=(action,), name="forwarder", daemon=True).start()
 
 

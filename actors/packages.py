@@ -7,6 +7,7 @@ process never copies it.
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import socket
@@ -18,6 +19,7 @@ import msgspec
 from guided.constraint import Constraint
 from guided.errors import Wire
 
+_log = logging.getLogger(__name__)
 _SMALL_BYTES = 64 << 10
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _IN_MEMORY = b"m"
@@ -38,20 +40,26 @@ class CompileResult(msgspec.Struct, array_like=True, frozen=True):
     """The serialized grammar (`CompiledGrammar.dump`): a view into the message, where it was decoded."""
 
 
+class InvalidPackage(OSError):
+    """What was received is no package: the process that sent it may be broken, or this one has no free descriptor."""
+
+
 class SealedMemory:
     """A memfd that cannot change any more. Its descriptor is closed with the last reference to this object.
 
     Raises:
-        OSError: the descriptor is of something else, or the memory is empty. The process that sent it may be broken.
+        InvalidPackage: the descriptor is of something else, or the memory is empty.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         weakref.finalize(self, os.close, fd)
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise OSError("the memory of a message is not sealed")
-        if not os.fstat(fd).st_size:
-            raise OSError("the memory of a message is empty")
+        try:
+            is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        except OSError:  # it is no memfd
+            is_sealed = False
+        if not is_sealed or not os.fstat(fd).st_size:
+            raise InvalidPackage("the memory of a message is not sealed, or empty")
 
 
 Package = bytes | SealedMemory
@@ -60,10 +68,21 @@ Package = bytes | SealedMemory
 def seal(content: bytes) -> SealedMemory:
     """Copy a message into sealed memory."""
     fd = os.memfd_create("guided-package", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
     return SealedMemory(fd)
+
+
+def packed(package: Package) -> Package:
+    """Return a package, in sealed memory if it is large."""
+    if isinstance(package, SealedMemory) or len(package) < _SMALL_BYTES:
+        return package
+    return seal(package)
 
 
 def buffer(package: Package) -> bytes | mmap.mmap:
@@ -85,12 +104,11 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 def send_package(stream: socket.socket, package: Package) -> None:
     """Send a package. Raises OSError as `sendmsg` does."""
+    package = packed(package)
     if isinstance(package, bytes):
-        if len(package) < _SMALL_BYTES:
-            stream.send(package)
-            return
-        package = seal(package)
-    socket.send_fds(stream, [_IN_MEMORY], [package.fd])
+        stream.send(package)
+    else:
+        socket.send_fds(stream, [_IN_MEMORY], [package.fd])
 
 
 def receive_package(stream: socket.socket) -> Package:
@@ -98,7 +116,7 @@ def receive_package(stream: socket.socket) -> Package:
 
     Raises:
         EOFError: the other end is closed.
-        OSError: what was received is no package.
+        InvalidPackage: see there.
     """
     # Without the flag, which `socket.recv_fds` leaves out, a process that is started meanwhile inherits the descriptor.
     size = socket.CMSG_LEN(_DESCRIPTOR.size)
@@ -109,4 +127,13 @@ def receive_package(stream: socket.socket) -> Package:
         return content
     for _, _, descriptor in received:
         return SealedMemory(*_DESCRIPTOR.unpack(descriptor))
-    raise OSError("there is no room for another descriptor")
+    raise InvalidPackage("there is no room for another descriptor")
+
+
+def receive_grammar(stream: socket.socket) -> Package:
+    """Receive a grammar. In the place of an invalid package there is an empty one: only that grammar has an error."""
+    try:
+        return receive_package(stream)
+    except InvalidPackage as error:
+        _log.warning("a grammar was not received: %s", error)
+        return b""

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.packages import Package, receive, send_package
+from actors.packages import Package, packed, receive, send_package
 from guided.errors import Wire
 from guided.pools.protocol import MAX_FORCED_TOKENS
 
@@ -98,7 +98,7 @@ class Channel:
         self._steps = self._grammars = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._steps.bind(self.path)
         self._steps.listen(2)
-        self._unsent: deque[bytes] = deque()
+        self._unsent: deque[Package] = deque()
         self._unsent_grammars: deque[Package] = deque()
 
     def accept(self, timeout: float) -> bool:
@@ -136,6 +136,7 @@ class Channel:
         for end, unsent in ((self._grammars, self._unsent_grammars), (self._steps, self._unsent)):
             with contextlib.suppress(OSError):  # the socket's buffer is full, or the connection is lost
                 while unsent:
+                    unsent[0] = packed(unsent[0])  # once, however often it is tried
                     send_package(end, unsent[0])
                     unsent.popleft()
 

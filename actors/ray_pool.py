@@ -219,23 +219,21 @@ class Supervisor:
             if not self.started.done():
                 self.started.set_result(None)
             watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
+            cause: EndCause = "died"
+            culprit = None
             try:
                 cause, culprit = self._watched(session, connection, watch)
-            finally:
+                if not self.stopping.is_set():
+                    works = [culprit] if culprit is not None else connection.work()
+                    described = "".join(connection.described(work, watch.silent) for work in works)
+                    self._record_end(cause, self._error_of(cause, location.pid).message + described)
+                if cause != "died" and process is not None:
+                    kill(process)
+            finally:  # whatever happens: its sequences would wait for ever
                 self._up = None
                 self._state = "restarting"
-            error = self._error_of(cause, location.pid)
-            if not self.stopping.is_set():
-                if culprit is None:
-                    works = connection.work()
-                else:
-                    works = [culprit]
-                self._record_end(
-                    cause, error.message + "".join(connection.described(work, watch.silent) for work in works)
-                )
-            if cause != "died" and process is not None:
-                kill(process)
-            self._pool.announce(partial(self._pool.end, connection, error, cause, culprit))
+                error = self._error_of(cause, location.pid)
+                self._pool.announce(partial(self._pool.end, connection, error, cause, culprit))
         finally:
             session.close()  # first, because Ray would report a kill as an unexpected death
             if process is not None:

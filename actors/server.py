@@ -236,7 +236,7 @@ class StepServer:
             times = np.array([thread_times(thread.native_id) for thread in threads])
             before[since != began] = times[since != began]
             began = since
-            mark["times"] = times - before
+            mark["times"] = np.maximum(times - before, 0.0)  # unreadable times are 0
             mark["beat"] = now
             time.sleep(BEAT_SECONDS)
 

@@ -92,7 +92,8 @@ class Watch:
         self._state = thread_state(heart, self._process.pid)
         if self._state == "R":  # it waits now: that is in its times later
             return 0.0
-        return max(0.0, passed - (self._waited - before))
+        # Unreadable times are 0: then less seems to have been waited than before.
+        return min(passed, max(0.0, passed - (self._waited - before)))
 
     def _verdict(self, works: list[Work]) -> Verdict | None:
         hidden = 0.0

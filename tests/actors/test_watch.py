@@ -85,6 +85,16 @@ def test_a_starved_one_goes_on(scene: Scene) -> None:
         assert scene.watch.look() is None
 
 
+def test_times_that_cannot_be_read_end_no_actor(scene: Scene) -> None:
+    scene.times = (5.0, 100.0)
+    scene.now += 0.2
+    scene.watch.look()
+    scene.times = (0.0, 0.0)  # no descriptor is free
+    scene.now += 0.2
+    assert scene.watch.look() is None
+    assert scene.watch.silent < 1
+
+
 def test_time_in_which_the_supervisor_was_late_does_not_count(scene: Scene) -> None:
     scene.now += 100
     assert scene.watch.look() is None
