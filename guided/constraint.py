@@ -77,8 +77,6 @@ class Constraint:
         text = "\x1f".join((self.kind, self.source, "\x1e" if self.whitespace is None else self.whitespace))
         if self.strict:
             text += "\x1fstrict"
-        else:
-            text += ""
         if self.open_objects is None:
             text += ""
         else:

@@ -78,12 +78,8 @@ class ContentReader:
                 violation = violated or violation
                 if end is not None and violated is None:
                     todo += [(end, items[1:])]
-                else:
-                    todo += []
                 if grows:
                     waiting += [state]
-                else:
-                    waiting += []
             else:
                 following, wait = self._follow(items[0], items[1:], text, position)
                 todo += following

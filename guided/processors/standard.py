@@ -131,15 +131,17 @@ class GuidedProcessor(LogitPostProcessor):
         report.kernel_seconds = time.perf_counter() - started
         return report
 
-    def collect(self, bitmask: NDArray[np.int32], deadline: float | None = None) -> ApplyReport:
+    def collect(self, bitmask: NDArray[np.int32], deadline: float | None = None, patience: float = 0.0) -> ApplyReport:
         """Copy the masks, instead of `apply`: for an engine that writes -inf itself.
 
         Args:
             bitmask: int32 `[rows, words]`. Line i gets the mask of the sequence with logits row i. Lines of failed and
                 late sequences allow a stop token only.
             deadline: seconds to wait at most. None: as for `apply`.
+            patience: what a late sequence loses, in seconds. The wait goes on while it costs the batch less than
+                that: for another `patience` times the share of late sequences.
         """
-        step, report = self._collect(self._take_prepared("collect"), deadline, alone=False)
+        step, report = self._collect(self._take_prepared("collect"), deadline, alone=False, patience=patience)
         lines = self._logits_rows
         for part in step.ready:
             bitmask[part.rows if lines is None else lines[part.rows]] = part.masks[part.slots]
@@ -162,7 +164,12 @@ class GuidedProcessor(LogitPostProcessor):
         return [int(self._logits_rows[row]) for row in rows]
 
     def _collect(
-        self, sequences: Sequence[GuidedSequence], deadline: float | None, alone: bool, computed: Any = None
+        self,
+        sequences: Sequence[GuidedSequence],
+        deadline: float | None,
+        alone: bool,
+        computed: Any = None,
+        patience: float = 0.0,
     ) -> tuple[StepMasks, ApplyReport]:
         """Collect the step, and free the sequences that failed.
 
@@ -177,6 +184,9 @@ class GuidedProcessor(LogitPostProcessor):
         started = time.perf_counter()
         if computed is None or step.late:
             step = self._pool.collect(deadline)
+        waited = time.perf_counter()
+        while step.late and time.perf_counter() - waited < patience * len(step.late) / len(sequences):
+            step = self._pool.collect(_LOOK_SECONDS)
         if alone and deadline is not None and sequences and len(step.late) == len(sequences):
             step = self._wait_for_first(sequences, started + FIRST_MASK_SECONDS, step.seconds)
         report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)

@@ -238,8 +238,6 @@ def _check_alternatives(graph: SchemaGraph) -> None:
             options = node.schema.get(keyword)
             if isinstance(options, list):
                 count += len(options)
-            else:
-                count += 0
             if count > LIMITS.max_alternatives:
                 raise LIMITS.too_many_alternatives("json_schema", node.pointer(keyword))
 

@@ -305,8 +305,6 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
             parts = [section]
         if form.finish:
             parts += [_tag(form.finish, _literal(""), "")]
-        else:
-            parts += []
         return {
             "type": "triggered_tags",
             "triggers": [form.trigger],

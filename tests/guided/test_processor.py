@@ -12,6 +12,7 @@ from byte_vocabulary import LETTERS, STOP
 from fake_device import FakeDevice, fake_device
 from faulty_pool import FaultyPool
 
+from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import BackendError
 from guided.pools.inline import InlinePool
@@ -125,6 +126,24 @@ def test_the_deadline_counts_from_the_end_of_the_forward_pass(
     assert all(deadline is not None and deadline <= 0.001 for deadline in pool.deadlines[:looks])
     assert "synchronize" not in pool.calls
     assert len(device.launched) == 1
+
+
+@pytest.mark.parametrize(("others", "late"), [(0, []), (9, [7])], ids=["all are late", "one of ten is late"])
+def test_a_batch_waits_less_than_its_late_rows_lose(others: int, late: list[int]) -> None:
+    ready_at = time.monotonic() + 0.1
+
+    class SlowPool(InlinePool):
+        def collect(self, deadline: float | None = None) -> StepMasks:
+            time.sleep(0.001)
+            return StepMasks(late=[0]) if time.monotonic() < ready_at else super().collect(deadline)
+
+    subject = GuidedProcessor(SlowPool(LETTERS))
+    subject.initialize("r", Constraint.choice(["ab"]))
+    rows = [GuidedSequence("r", 7 + number, []) for number in range(1 + others)]
+    subject.prepare(rows)
+    masks = np.zeros((len(rows), words(WIDTH)), np.int32)
+    assert subject.collect(masks, 0.0, patience=0.5).late == late
+    assert (time.monotonic() < ready_at) == bool(late)
 
 
 def test_misuse_is_an_error() -> None:

@@ -267,18 +267,12 @@ class TestDeadline:
         assert clock.remaining() == pytest.approx(0.0042), "a pause"
         for _ in range(50):
             step(0.001, tokens=0)
-            clock.late_rows = 1
-            step(0.01, tokens=10**6)
-        assert clock.remaining() == pytest.approx(0.0042, rel=1e-3), (
-            "steps without tokens, and those that waited for a mask"
-        )
+            clock.has_late_rows = True
+            step(0.01)
+        assert clock.remaining() == pytest.approx(0.0042), "steps without tokens, and those that waited for a mask"
         for _ in range(40):
             step(0.008)
-        assert clock.remaining() == pytest.approx(0.0084, rel=1e-3)
-        for _ in range(90):
-            clock.late_rows = 32
-            step(0.008, tokens=64)
-        assert clock.remaining() == pytest.approx(0.0244, rel=1e-2), "many rows are late"
+        assert clock.remaining() == pytest.approx(0.0084)
 
 
 # the gates of reasoning, and draft tokens: no engine

@@ -100,8 +100,6 @@ def _lines(report: Report) -> str:
         lines = [f"{report.name}: accepted ({report.kind}), {report.backend}, {1000 * report.compile_seconds:.1f} ms"]
         if report.understood:
             lines += [f"  allows: {report.understood}"]
-        else:
-            lines += []
         lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
     else:
         if report.pointer is None:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _log = logging.getLogger("guided.integrations")
+_LOST_STEPS = 3
+"""Number of steps that a late request loses about. Waiting for it costs all others."""
 
 
 class StepClock:
@@ -55,9 +57,8 @@ class StepClock:
         self._durations = deque([0.1], maxlen=32)
         self._dispatched = 0.0
         self._updated = 0.0
-        # A step that waited until its deadline does not count: deadlines would grow with it.
-        self.late_rows = 0
-        self._late_share = 0.0
+        # A step with late rows does not count: it waited until its deadline, and deadlines would grow with it.
+        self.has_late_rows = False
 
     def dispatch(self) -> None:
         """Note that a forward pass was sent to the device. It starts when the step before it has ended."""
@@ -66,19 +67,19 @@ class StepClock:
     def update(self, tokens: int) -> None:
         """Note that a step with this number of tokens has ended. It took the time since the end of the one before."""
         now = time.perf_counter()
-        if tokens:
-            self._late_share += 0.1 * (self.late_rows / tokens - self._late_share)
-            if not self.late_rows:
-                self._durations.append(now - self._updated)
+        if tokens and not self.has_late_rows:
+            self._durations.append(now - self._updated)
         self._updated = now
-        self.late_rows = 0
+        self.has_late_rows = False
+
+    @property
+    def step(self) -> float:
+        """The seconds that a step takes. The median: a pause is no step, and few steps compute a long prompt."""
+        return statistics.median(self._durations)
 
     def remaining(self) -> float:
         """Return the seconds until the deadline."""
-        # The median: a pause between two requests is no step, and few steps compute a long prompt.
-        # A late row loses two steps or more. If many rows are late, for the others to wait costs less.
-        expected = (1.05 + 4 * self._late_share) * statistics.median(self._durations)
-        return max(0.0, max(self._dispatched, self._updated) + expected - time.perf_counter())
+        return max(0.0, max(self._dispatched, self._updated) + 1.05 * self.step - time.perf_counter())
 
 
 @dataclass(slots=True)
@@ -158,7 +159,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         step = self._step or self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
         self._step = None
         bitmask = np.full((len(step.drafts) * self._stride, self._words), -1, np.int32)
-        discarded = self._masker.collect(bitmask, self.clock.remaining())
+        discarded = self._masker.collect(bitmask, self.clock.remaining(), _LOST_STEPS * self.clock.step)
         for number, (request_id, drafts) in enumerate(step.drafts):
             guided = self._guided.get(request_id)
             if guided is None:
@@ -174,7 +175,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             if invalid is not None:  # vLLM counts the drafts before the first -1 as acceptable
                 scheduled_spec_decode_tokens[request_id] = [*drafts[:invalid], *[-1] * (len(drafts) - invalid)]
             if guided.is_missing:
-                self.clock.late_rows += request_id not in self.late
+                self.clock.has_late_rows |= request_id not in self.late
                 self.late[request_id] = guided
                 self.missing.append(request_id)
             else:
@@ -199,7 +200,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if start > len(new_token_ids):
             return True
         request.structured_output_request.reasoning_ended = True
-        for mask, token in zip(guided.masks if guided.masks is not None else (), new_token_ids, strict=False):
+        for mask, token in zip(guided.masks, new_token_ids, strict=False):
             if not _allows(mask, token):
                 self._masker.fail(guided, TokenRejected(f"the engine sampled token {token}, which is forbidden"))
                 break
@@ -242,13 +243,12 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             first = number * self._stride
             if constraint_start and self._implicit_ends(requests[request_id]):
                 ends_before_output = grammar_start == constraint_start <= len(tokens)
+                beginning = first
                 if ends_before_output:
-                    beginning = first + constraint_start
+                    beginning += constraint_start
                 else:
-                    beginning = first
-                step.reasoning[request_id] = min(constraint_start, 1 + len(tokens)), beginning
-                if not ends_before_output:
                     step.rows.append(GuidedRow(guided, first, guided.tokens))
+                step.reasoning[request_id] = min(constraint_start, 1 + len(tokens)), beginning
             for count in range(constraint_start, len(tokens) + 1):
                 consumed = tokens[grammar_start:count]
                 if consumed:
@@ -280,7 +280,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     def _allow_stops(self, guided: GuidedRequest) -> None:
         """Allow the request's own stop tokens in those of its masks that allow the end of the output."""
         vocabulary = self._pool.vocabulary
-        assert guided.masks is not None
         for mask in guided.masks:
             complete = any(_allows(mask, token) for token in vocabulary.stop_token_ids)
             for token in guided.stops:
@@ -298,10 +297,7 @@ def lazy_pool(config: VllmConfig) -> LazyPool:
         InvalidRequest: vLLM was started without a tokenizer.
         TypeError, ValueError: there is no such pool or option, or its value is out of range.
     """
-    if isinstance(config.additional_config, Mapping):
-        additional = config.additional_config
-    else:
-        additional = {}
+    additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
     options = {"pool": "ray", **(additional.get("guided") or {})}
     if options["pool"] == "ray":
         options.setdefault("max_replays", 2)  # vLLM has no finish reason for another request's fault

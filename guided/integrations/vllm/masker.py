@@ -49,7 +49,7 @@ class GuidedRequest:
 
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the grammar has consumed, without those of the reasoning."""
-    masks: NDArray[np.int32] | None = None
+    masks: Sequence[NDArray[np.int32]] | NDArray[np.int32] = ()
     """`[1 + drafts, words]`: the masks of the last step."""
     is_missing: bool = False
     """Whether a row of the last step had no mask: it failed, was late, or its grammar is still being compiled."""
@@ -178,12 +178,12 @@ class Masker:
             request.committed[drafts] = len(row.token_ids) - drafts
         return sequence
 
-    def collect(self, bitmask: NDArray[np.int32], deadline: float) -> set[int]:
+    def collect(self, bitmask: NDArray[np.int32], deadline: float, patience: float = 0.0) -> set[int]:
         """Write the masks of the prepared rows.
 
         Args:
             bitmask: int32 `[lines, words]`. The lines of rows without a mask allow a stop token only.
-            deadline: seconds to wait at most. A row without its mask by then is late.
+            deadline, patience: as for `GuidedProcessor.collect`. A row without its mask by then is late.
 
         Returns:
             The lines after a stop token or an invalid draft token. vLLM samples nothing from them.
@@ -193,7 +193,7 @@ class Masker:
             self._in_step = False
             try:
                 computed = set(self._prepared.values())
-                self._record_report(self._processor.collect(bitmask, deadline))
+                self._record_report(self._processor.collect(bitmask, deadline, patience))
             except Exception as error:
                 self._fail_rows(error)
         without: list[int] = []

@@ -48,8 +48,6 @@ def _report(pool: MaskPool, is_closed: Callable[[], bool]) -> None:
             state = f"{up} of {len(status.workers)} workers of the mask pool are up"
             if status.trouble:
                 state += f": {status.trouble}"
-            else:
-                state += ""
             if state != last:
                 _log.info("%s", state)
             last = state
