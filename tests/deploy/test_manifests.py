@@ -128,8 +128,10 @@ def test_image_and_compose_take_files_that_exist() -> None:
         assert (DEPLOY.parent / source).exists()
         assert f"!{source}" in ignored
     assert re.search(r"^USER (?!0|root)", text, re.MULTILINE)
-    (extra,) = re.findall(r"guided-\*\.whl\)\[(\w+)\]", text)
-    assert f"\n{extra} = [" in (DEPLOY.parent / "pyproject.toml").read_text()
+    extras = {extra for names in re.findall(r"EXTRAS=([\w,]+)", text) for extra in names.split(",")}
+    assert extras == {"serve", "gpu"}
+    for extra in extras:
+        assert f"\n{extra} = [" in (DEPLOY.parent / "pyproject.toml").read_text()
     services = load("compose.yaml")["services"]
     mounted = [volume.split(":")[0] for service in services.values() for volume in service.get("volumes", ())]
     assert all((DEPLOY / path).is_file() for path in mounted)

@@ -70,7 +70,7 @@ def test_text_of_a_model_with_images(tmp_path: Path, tiny_tokenizer: PreTrainedT
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))
     loaded = load_model(name, device="cpu")
     assert {parameter.device.type for parameter in loaded.body.parameters()} == {"cpu"}
-    context: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=loaded.tokenizer), max_characters=1000)
+    context: Any = SimpleNamespace(llm=SimpleNamespace(tokenizer=loaded.tokenizer), max_characters=1000)
     ids = encode_chat(context, [Message(role="user", content="Hi")])
     assert loaded.tokenizer.decode(ids) == "<|user|>Hi<|end|><|assistant|>"
 

@@ -37,6 +37,7 @@ class FaultyPool(InlinePool):
         self._held: list[tuple[Future[Grammar], Future[Grammar]]] = []
         self._lost: dict[int, GuidedError] = {}
         self._rows: Sequence[GuidedSequence] = ()
+        self._computed: StepMasks | None = None
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         real = super().compile(constraint, backends)
@@ -68,10 +69,12 @@ class FaultyPool(InlinePool):
 
     def submit(self, sequences: Sequence[GuidedSequence]) -> None:
         self._rows = sequences
+        self._computed = None
         super().submit(sequences)
 
     def collect(self, deadline: float | None = None) -> StepMasks:
-        step = super().collect(deadline)
+        step = self._computed or super().collect(deadline)
+        self._computed = step  # it may be collected again
         late: list[int] = []
         for row, sequence in enumerate(self._rows):
             position = len(sequence.output_token_ids)
