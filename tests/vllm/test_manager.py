@@ -173,7 +173,10 @@ class TestLateMasks:
         assert found.finish_reason == "stop"
         assert max(count for (_, position), count in asked.items() if position == 3) == 2
         assert {count for (_, position), count in asked.items() if position > 10} == {1}
-        assert (len(joined) > 1) == host.scheduler.scheduler_config.async_scheduling
+        if host.scheduler.scheduler_config.async_scheduling:
+            assert len(joined) > 2
+        else:
+            assert len(joined) <= 2, "once, or as itself and as a position behind draft tokens"
 
     def test_a_prompt_is_computed_while_its_grammar_compiles(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         host.calm()
