@@ -105,9 +105,10 @@ def captured(family: Family, layers: int | None = None, fused: bool = False) -> 
     )  # fmt: skip
     runner = ModelRunner(loaded, 16)
     runner._allocate(4, ROWS)
-    inputs = torch.zeros(4 + BLOCKS, ROWS, dtype=torch.int64, device=META)
+    inputs = torch.zeros(4, ROWS, dtype=torch.int64, device=META)
+    tables = torch.zeros(ROWS, BLOCKS, dtype=torch.int64, device=META)
     with Kernels() as kernels, torch.no_grad():
-        runner._decode(inputs)
+        runner._decode(inputs, tables)
     return kernels
 
 
