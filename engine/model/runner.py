@@ -22,6 +22,8 @@ from engine.step.sequence import Sequence
 from guided.errors import bounded
 
 logger = logging.getLogger(__name__)
+_GRAPH_BYTES = 8 << 20
+"""Memory of the driver for one graph. This is a guess until it is measured."""
 
 
 def read_batch(batch: Batch, blocks: BlockManager, has_states: bool) -> list[PagedContext]:
@@ -73,10 +75,6 @@ def _read(chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager
     return PagedContext(packed, prefills, tables[rows, :width], state_slots=slots_of_states)
 
 
-_GRAPH_BYTES = 8 << 20
-"""Memory of the driver for one graph. This is a guess until it is measured."""
-
-
 class ModelRunner:
     """Runs the model's body on a batch, and its head on the sampled rows. With tensor parallelism, on all ranks. On a
     GPU, steps that only decode are CUDA graphs, unless `enforce_eager` is set or the ranks are several."""
@@ -99,7 +97,8 @@ class ModelRunner:
         self._capture(graph_sizes(len(blocks.tables)), *blocks.tables.shape)
 
     def _capture(self, sizes: list[int], max_seqs: int, max_blocks: int) -> None:
-        """Capture decode steps of these numbers of rows. If one cannot be captured, all steps stay eager."""
+        """Capture decode steps of these numbers of rows. If the first cannot be captured, all steps stay
+        eager."""
         if self._is_eager:
             return
         device = self._model.device
