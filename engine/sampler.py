@@ -42,7 +42,8 @@ class SamplerOutput:
     skipped: frozenset[int] = frozenset()
     """Rows that were not sampled: their mask is late, or their mask or a logits processor has failed."""
     broken: list[int] = field(default_factory=list)
-    """Rows with a sampled logit that is not finite: every token is forbidden, or the model computed NaN."""
+    """Rows of which the sampled or the largest logit is not finite: the mask forbids every token, or the model computed
+    NaN."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By row, if requested: those of the sampled token and of the most likely tokens."""
     measured: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -114,11 +115,13 @@ class Sampler:
         if (rows := batch.with_masked_logprobs) and self._raw is not None:
             self._raw[np.searchsorted(batch.with_logprobs, rows)] = logits[rows].log_softmax(-1)
         best, chosen = logits.max(-1)
+        is_finite = best.isfinite()
         if batch.random:
             best, chosen = self._draw(logits, best, chosen, batch, skip)
-        token_ids, finite = torch.stack((chosen, best.isfinite())).tolist()  # the step's one synchronisation
+            is_finite &= best.isfinite()
+        token_ids, finite = torch.stack((chosen, is_finite)).tolist()  # the step's one synchronisation
         output = SamplerOutput(token_ids, skip)
-        output.broken = [row for row, is_finite in enumerate(finite) if not is_finite and row not in skip]
+        output.broken = [row for row, finite_row in enumerate(finite) if not finite_row and row not in skip]
         if self._measured:
             output.measured = self._measure(logits, skip)
         if rows := batch.with_logprobs:
@@ -293,7 +296,8 @@ class _Distribution:
         at `uniforms`, one number in [0, 1) per row. What top_k and top_p exclude becomes -inf."""
         shares = torch.tensor(uniforms, dtype=torch.float64)
         if logits.is_cuda:  # a copy from pinned memory does not wait for the device
-            shares = shares.pin_memory().to(logits.device, non_blocking=True)
+            shares = shares.pin_memory()
+        shares = shares.to(logits.device, non_blocking=logits.is_cuda)
         if self._ks:
             values, ids = self._kept(logits[self._cut], _FEW)
             logits.index_fill_(0, self._cut, -torch.inf)

@@ -175,7 +175,8 @@ class PagedContext:
             is_new = any(before == 0 for _, _, before, _ in self.prefills)
             self.states = StepStates(cache.states, tensors.state_slots, rows, is_new)
         others: dict[str, Any] = {name: self.states or FlattenedRow(positions)}
-        with running(self):
+        # Kernels of Triton, as Liger's, are launched on the current device.
+        with torch.cuda.device_of(tokens), running(self):  # type: ignore[no-untyped-call]
             output = body(
                 input_ids=tokens.view(rows, -1), position_ids=positions.view(rows, -1), use_cache=False, **others
             )

@@ -129,7 +129,6 @@ def _choose_factors(text: Any, max_model_len: int | None) -> None:
     transformers chooses by the longest sequence of a batch, so that a sequence's output would depend on the others.
     """
     parameters = getattr(text, "rope_parameters", None) or {}
-    length = max_model_len or getattr(text, "max_position_embeddings", 0)
     for rope in (parameters, *parameters.values()):
         if not isinstance(rope, dict) or rope.get("rope_type") != "longrope":
             continue

@@ -6,8 +6,10 @@ model and the KV cache.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,12 +18,17 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from guided.errors import bounded
+
+logger = logging.getLogger(__name__)
+
 Outputs = tuple[torch.Tensor, ...]
 """Hidden states `[rows, hidden]` and logits `[rows, vocab]`, in the model's dtype."""
 
 
 class GraphCalls:
-    """What decode graphs need of CUDA. All graphs share one memory pool, because only one of them runs at a time."""
+    """What the graphs of one `DecodeGraphs` need of CUDA. They share one memory pool, because only one of them runs
+    at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,9 +43,17 @@ class GraphCalls:
                 run()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Other threads call CUDA meanwhile.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                run()
+            before = torch.cuda.current_stream()
+            try:
+                # Other threads call CUDA meanwhile.
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    run()
+            except BaseException:
+                # The end of a failed capture raises before torch restores the stream.
+                torch.cuda.set_stream(before)
+                with suppress(RuntimeError):  # torch before 2.12 leaves the allocator in the pool
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+                raise
         return graph
 
     def replay(self, graph: Any) -> None:
@@ -67,57 +82,77 @@ class DecodeGraphs:
     """A graph per number of rows. A step with fewer rows is padded.
 
     Args:
-        forward: runs the model on inputs, int64 `[height, rows]` on the device, without waiting for the device.
+        forward: runs the model on inputs, int64 `[height, rows]`, and block tables, int64 `[rows, max_blocks]`, both on
+            the device, without waiting for the device.
         padding: the inputs of a row that pads a step, int64 `[height]`.
+        max_blocks: the number of blocks of the longest sequence.
         sizes: the numbers of rows, the largest first.
 
     Raises:
-        Exception: what the model's code raises where it waits for the device.
+        Exception: what the model's code raises where it waits for the device, or what the first capture raises. If a
+            later one fails, the graphs before it are kept, and smaller steps are padded to them.
     """
 
     def __init__(
         self,
         calls: GraphCalls,
-        forward: Callable[[torch.Tensor], Outputs],
+        forward: Callable[[torch.Tensor, torch.Tensor], Outputs],
         padding: torch.Tensor,
+        max_blocks: int,
         sizes: list[int],
         device: torch.device,
     ) -> None:
         self._calls = calls
         self._forward = forward
         self._padding = padding[:, None]
-        self._inputs = torch.empty(len(padding) * sizes[0], dtype=torch.int64, device=device)
-        pinned = partial(torch.empty, len(self._inputs), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._tables = torch.zeros(sizes[0], max_blocks, dtype=torch.int64, device=device)
+        """Block tables. What a step does not overwrite is of an earlier one: valid blocks, behind the end of each
+        sequence."""
+        pinned = partial(
+            torch.empty, (len(padding) + max_blocks) * sizes[0], dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
         self._staging = deque((pinned(), calls.record()) for _ in range(2))
-        """What is copied to `_inputs`, in turn, and an event after the last copy: a step is written while that of the
-        step before it may still be copied."""
+        """What is copied to the inputs and `_tables`, in turn, and an event after the last copy: a step is written
+        while that of the step before it may still be copied."""
         self._outputs: Outputs = ()
         """Shared by all sizes: logits of each would take gigabytes."""
-        self._graphs: dict[int, Any] = {}
+        self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}
+        """Graphs and their inputs, by number of rows."""
         for size in tqdm(sizes, desc="capturing CUDA graphs", disable=len(sizes) == 1 or None):
-            inputs = self._inputs[: len(padding) * size].view(-1, size)
-            inputs.copy_(self._padding)
-            self._outputs = self._outputs or forward(inputs)
-            self._graphs[size] = calls.capture(partial(self._record, inputs))
+            inputs = self._padding.repeat(1, size).to(device)
+            tables = self._tables[:size]
+            self._outputs = self._outputs or forward(inputs, tables)
+            try:
+                self._graphs[size] = calls.capture(partial(self._record, inputs, tables)), inputs
+            except RuntimeError as error:
+                if not self._graphs:
+                    raise
+                cause = error.__context__ or error
+                logger.warning("there are no CUDA graphs below %d rows: %s", min(self._graphs), bounded(repr(cause)))
+                break
 
-    def _record(self, inputs: torch.Tensor) -> None:
-        for kept, output in zip(self._outputs, self._forward(inputs), strict=True):
+    def _record(self, inputs: torch.Tensor, tables: torch.Tensor) -> None:
+        for kept, output in zip(self._outputs, self._forward(inputs, tables), strict=True):
             kept[: len(output)].copy_(output)
 
-    def run(self, columns: NDArray[np.int64]) -> Outputs:
+    def run(self, columns: NDArray[np.int64], tables: NDArray[np.int64]) -> Outputs:
         """Run a decode step. Its outputs are overwritten by the next one.
 
         Args:
-            columns: the first inputs, int64 `[up to height, rows]`. What follows them is left from earlier steps.
+            columns: the inputs, int64 `[height, rows]`.
+            tables: blocks of each row, int64 `[rows, up to max_blocks]`, padded with any valid block.
         """
-        height, rows = columns.shape
-        size = min(size for size in self._graphs if size >= rows)
+        rows, width = tables.shape
+        graph, inputs = self._graphs[min(size for size in self._graphs if size >= rows)]
         buffer, copied = self._staging.popleft()
         copied.synchronize()
-        staged = buffer[: height * size].view(height, size)
+        staged = buffer[: inputs.numel()].view(inputs.shape)
         staged[:, :rows] = torch.from_numpy(columns)
-        staged[:, rows:] = self._padding[:height]
-        self._inputs[: height * size].view(height, size).copy_(staged, non_blocking=True)
+        staged[:, rows:] = self._padding
+        inputs.copy_(staged, non_blocking=True)
+        staged = buffer[inputs.numel() :][: rows * width].view(rows, width)
+        staged.copy_(torch.from_numpy(tables))
+        self._tables[:rows, :width].copy_(staged, non_blocking=True)
         self._staging.append((buffer, self._calls.record()))
-        self._calls.replay(self._graphs[size])
+        self._calls.replay(graph)
         return tuple(output[:rows] for output in self._outputs)

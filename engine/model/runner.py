@@ -4,12 +4,12 @@ recurrent layers (`engine/memory/recurrent.py`) runs once per chunk of a prefill
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Sequence as Tokens
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.memory.block_manager import BlockManager
 from engine.memory.kv_cache import KVCache
@@ -22,6 +22,8 @@ from engine.step.sequence import Sequence
 from guided.errors import bounded
 
 logger = logging.getLogger(__name__)
+_GRAPH_BYTES = 8 << 20
+"""Memory of the driver for one graph. This is a guess until it is measured."""
 
 
 def read_batch(batch: Batch, blocks: BlockManager, has_states: bool) -> list[PagedContext]:
@@ -73,15 +75,6 @@ def _read(chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager
     return PagedContext(packed, prefills, tables[rows, :width], state_slots=slots_of_states)
 
 
-_BLOCKS = 4
-"""The inputs of a graph are token ids, positions, slots of tokens and of states, and from here on blocks."""
-
-
-def _columns(step: PagedContext) -> NDArray[np.int64]:
-    """Return the inputs of a graph for a step that only decodes, int64 `[_BLOCKS + blocks, rows]`."""
-    return np.concatenate([step.packed, np.array([step.state_slots]), np.transpose(step.tables)])
-
-
 class ModelRunner:
     """Runs the model's body on a batch, and its head on the sampled rows. With tensor parallelism, on all ranks. On a
     GPU, steps that only decode are CUDA graphs, unless `enforce_eager` is set or the ranks are several."""
@@ -89,10 +82,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, block_size: int, enforce_eager: bool = False) -> None:
         self._model = model
         self._block_size = block_size
-        if enforce_eager or model.ranks is not None:
-            self._calls = None
-        else:
-            self._calls = graph_calls(model.device)
+        self._is_eager = enforce_eager or model.ranks is not None
         self.blocks: BlockManager
         self._cache: KVCache
         self._graphs: DecodeGraphs | None = None
@@ -107,24 +97,27 @@ class ModelRunner:
         self._capture(graph_sizes(len(blocks.tables)), *blocks.tables.shape)
 
     def _capture(self, sizes: list[int], max_seqs: int, max_blocks: int) -> None:
-        """Capture decode steps of these numbers of rows. If one cannot be captured, all steps stay eager."""
-        if self._calls is None:
+        """Capture decode steps of these numbers of rows. If the first cannot be captured, all steps stay
+        eager."""
+        if self._is_eager:
             return
-        padding = torch.zeros(_BLOCKS + max_blocks, dtype=torch.int64)
-        padding[2] = self._cache.num_blocks * self._block_size
-        padding[3] = max_seqs
+        device = self._model.device
+        calls = graph_calls(device)
+        if calls is None:
+            return
+        padding = torch.tensor([0, 0, self._cache.num_blocks * self._block_size, max_seqs])
         try:
-            self._graphs = DecodeGraphs(self._calls, self._decode, padding, sizes, self._model.device)
+            self._graphs = DecodeGraphs(calls, self._decode, padding, max_blocks, sizes, device)
         except Exception as error:
-            self._calls = None
+            self._is_eager = True
             cause = error.__context__ or error  # the end of a failed capture fails too
             logger.warning(
                 "CUDA graphs are off, so decoding is slower: a step cannot be captured: %s", bounded(repr(cause))
             )
 
-    def _decode(self, inputs: torch.Tensor) -> Outputs:
-        """Run the decode step of a graph. `inputs` are int64 `[height, rows]`, as `_columns` makes them."""
-        tables = inputs[_BLOCKS:].t().contiguous()
+    def _decode(self, inputs: torch.Tensor, tables: torch.Tensor) -> Outputs:
+        """Run the decode step of a graph. `inputs` are token ids, positions, slots of tokens and of states: int64 `[4,
+        rows]`. `tables` are int64 `[rows, blocks]`."""
         starts = torch.arange(len(tables) + 1, device=inputs.device)
         step = PagedContext(inputs[:3], [], tables)  # type: ignore[arg-type]  # only their lengths count
         hidden = step.forward(self._model.body, self._cache, StepTensors(inputs[:3], starts, tables, inputs[3]))
@@ -152,7 +145,8 @@ class ModelRunner:
         first = steps[0]
         if self._graphs is not None and len(steps) == 1 and not first.prefills:
             first.copy(self._cache)
-            self._replayed = self._graphs.run(_columns(first))
+            columns = np.concatenate([first.packed, np.array([first.state_slots])])
+            self._replayed = self._graphs.run(columns, first.tables)
             return self._replayed[0]
         with self._everywhere(steps):
             return run_steps(steps, self._model, self._cache)
@@ -178,10 +172,13 @@ class ModelRunner:
         the bytes of the GPU that the KV cache may take beside it and the graphs, of which the largest is captured."""
         device = self._model.device
         self._allocate(1, 1)
-        free = torch.cuda.mem_get_info(device)[0]
+        free = _free_memory(device)
         self._capture([rows], 1, -(-max_model_len // self._block_size))
-        graphs = free - torch.cuda.mem_get_info(device)[0]
-        self._graphs = None
+        graphs = max(0, free - _free_memory(device))
+        if self._graphs is not None:
+            graphs += len(graph_sizes(rows)) * _GRAPH_BYTES
+            self._graphs = None
+        gc.collect()
         layout = self._model.layout
         if layout is not None:  # one forward pass is for one sequence
             if layout.resumes:
@@ -199,7 +196,13 @@ class ModelRunner:
         del hidden
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(device)[0]
+        free = _free_memory(device)
         # A step may take more than the profiled one, and 3 % of the free memory stays unused.
         return int(free * 0.97 - peak * 1.1) - graphs
+
+
+def _free_memory(device: torch.device) -> int:
+    """Return the free bytes of a GPU, with those that torch holds and does not use."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

@@ -65,16 +65,21 @@ class BitmaskKernel:
             rows: distinct rows of `logits`, one for each mask.
 
         Columns of `logits` beyond the masks are forbidden too. A forbidden NaN may stay one. On CUDA, after an
-        exception (no Triton, no compiler, another type or layout) this process uses torch instead.
+        exception (no Triton, no compiler, another type or layout) this process uses torch instead. Raises
+        `torch.OutOfMemoryError`, after which the next step tries the kernel again.
         """
         if not len(rows):
             return
         global _cuda_failed
         fits = logits.stride(1) == 1 and logits.element_size() in (2, 4)
         if fits and logits.is_cuda and not _cuda_failed:
+            import torch
+
             try:
                 self._launch(logits, masks, rows)
                 return
+            except torch.OutOfMemoryError:
+                raise
             except Exception:
                 _cuda_failed = True
                 logger.exception("the kernel of masks failed on %s: this process goes on with torch", logits.device)

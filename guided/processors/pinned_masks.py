@@ -22,6 +22,8 @@ Pin: TypeAlias = Callable[[NDArray[np.int32]], None]
 """`pin_masks`, with its other arguments."""
 _CAN_USE_HOST_POINTER = 91
 """The driver's attribute of a device: an address of registered memory is valid there too (cuda.h)."""
+_PORTABLE_AND_MAPPED = 3
+"""Flags of cudaHostRegister: the memory is pinned for all devices of the process, and has an address on the device."""
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 """Held while memory is pinned. Supervisors do so on their threads, and the first one compiles the kernel."""
@@ -54,7 +56,7 @@ def pin_masks(masks: NDArray[np.int32], lines: int, device: torch.device) -> Non
     try:
         with _lock, cuda.device(device):
             _check_addresses(device)
-            cuda.check_error(cuda.cudart().cudaHostRegister(address, nbytes, 0))
+            cuda.check_error(cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED))
             _columns[address] = (address + nbytes, device)
             _check_reading(masks[0], device)
     except Exception as error:

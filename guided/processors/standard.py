@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FIRST_MASK_SECONDS = 0.1
 """Minimum deadline for a step's first mask if no other row can be sampled. It delays new requests by up to this."""
-_LOOK_SECONDS = 0.0005
+_LOOK_SECONDS = 0.0002
 """Interval between looks at masks and device."""
 
 
@@ -178,9 +178,10 @@ class GuidedProcessor(LogitPostProcessor):
             computed: a `torch.cuda.Event` from which the deadline counts. Masks that are there before it do not wait.
         """
         if computed is not None:
-            step = self._pool.collect(_LOOK_SECONDS)
+            step = self._pool.collect(0.0)
             while step.late and not computed.query():
-                step = self._pool.collect(_LOOK_SECONDS)
+                time.sleep(_LOOK_SECONDS)  # a pool may wait longer, up to a millisecond
+                step = self._pool.collect(0.0)
         started = time.perf_counter()
         if computed is None or step.late:
             step = self._pool.collect(deadline)

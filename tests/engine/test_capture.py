@@ -16,6 +16,8 @@ from model_families import FAMILIES, PAGE, Family
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engine.logits_processors import VllmConfig
+from engine.logits_processors.processors import LogitsProcessors
 from engine.model.attention import ATTENTION
 from engine.model.config import model_factory
 from engine.model.fusion import fuse
@@ -23,6 +25,10 @@ from engine.model.head import Head
 from engine.model.loader import LoadedModel, _body
 from engine.model.probe import Probe
 from engine.model.runner import ModelRunner
+from engine.sampler import Sampler
+from engine.sampling_params import SamplingParams
+from engine.step.batch import Batch
+from tests.engine.conftest import new_sequence
 
 META = torch.device("meta")
 ROWS, BLOCKS = 3, 2
@@ -105,9 +111,10 @@ def captured(family: Family, layers: int | None = None, fused: bool = False) -> 
     )  # fmt: skip
     runner = ModelRunner(loaded, 16)
     runner._allocate(4, ROWS)
-    inputs = torch.zeros(4 + BLOCKS, ROWS, dtype=torch.int64, device=META)
+    inputs = torch.zeros(4, ROWS, dtype=torch.int64, device=META)
+    tables = torch.zeros(ROWS, BLOCKS, dtype=torch.int64, device=META)
     with Kernels() as kernels, torch.no_grad():
-        runner._decode(inputs)
+        runner._decode(inputs, tables)
     return kernels
 
 
@@ -131,3 +138,14 @@ def test_kernels_of_a_layer(title: str, kernels: int, fused: int, triton_launche
     assert layer_kernels(family, False, triton_launches) == kernels
     pytest.importorskip("liger_kernel", reason="Liger is not installed: pip install '.[gpu]'")
     assert layer_kernels(family, True, triton_launches) == fused <= 20
+
+
+def test_sampling_mixes_no_devices() -> None:
+    """Only copies of what the host knows go to the device."""
+    batch = Batch([], [new_sequence(SamplingParams(top_p=0.5, top_k=3), [1])], [], [])
+    sampler = Sampler(LogitsProcessors(VllmConfig(), META), {0})
+    sampler.processors.begin(batch)
+    with Kernels() as kernels, pytest.raises(NotImplementedError):  # the tokens have no values
+        sampler.sample(torch.empty(1, 3000, device=META), batch)
+    assert kernels.count["searchsorted"] or kernels.count["searchsorted.Tensor"]
+    assert set(kernels.mixed) == {"aten._to_copy.default"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from tests.engine.conftest import MakeEngine, run
 
 
 class Calls(GraphCalls):
-    """Notes the calls in order. A capture of `fails` rows raises."""
+    """Notes the calls in order. Capture number `fails` raises."""
 
     def __init__(self, fails: int | None = None) -> None:
         self.log: list[str] = []
@@ -94,7 +96,7 @@ def test_a_failed_capture_leaves_eager_steps_and_one_warning(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = outputs(make_engine(max_num_seqs=9))
-    calls = Calls(fails=3)
+    calls = Calls(fails=1)
     monkeypatch.setattr(model_runner, "graph_calls", lambda device: calls)
     with caplog.at_level(logging.WARNING):
         engine = make_engine(max_num_seqs=9)
@@ -102,6 +104,55 @@ def test_a_failed_capture_leaves_eager_steps_and_one_warning(
     assert "operation not permitted when stream is capturing" in warning
     assert outputs(engine) == expected
     assert "replay" not in calls.log
+
+
+def test_a_failed_small_graph_leaves_the_larger_ones(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = outputs(make_engine(max_num_seqs=9))
+    calls = Calls(fails=3)
+    monkeypatch.setattr(model_runner, "graph_calls", lambda device: calls)
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(max_num_seqs=9)
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("there are no CUDA graphs below 8 rows: RuntimeError('operation not permitted")
+    assert outputs(engine) == expected
+    assert calls.log.count("replay") > 30
+
+
+def test_a_failed_capture_restores_stream_and_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = ["main"]
+
+    @contextmanager
+    def capturing(graph: Any, pool: Any, stream: str, **others: Any) -> Iterator[None]:
+        streams.append(stream)
+        try:
+            yield
+        finally:
+            raise RuntimeError("capture invalidated")
+
+    ended: list[Any] = []
+    side = SimpleNamespace(wait_stream=lambda stream: None)
+    cuda = {
+        "graph_pool_handle": lambda: (0, 1),
+        "Stream": lambda device: side,
+        "device": nullcontext,
+        "stream": nullcontext,
+        "synchronize": lambda: None,
+        "CUDAGraph": lambda: None,
+        "graph": capturing,
+        "current_stream": lambda: streams[-1],
+        "set_stream": streams.append,
+        "current_device": lambda: 0,
+    }
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    end = "_cuda_endAllocateToPool"
+    monkeypatch.setattr(torch._C, end, lambda device, pool: ended.append((device, pool)), raising=False)
+    with pytest.raises(RuntimeError, match="capture invalidated"):
+        GraphCalls(torch.device("cuda")).capture(lambda: None)
+    assert streams == ["main", side, "main"]
+    assert ended == [(0, (0, 1))]
 
 
 def test_recurrent_states_of_padded_rows_are_kept_apart(
@@ -122,52 +173,67 @@ def test_recurrent_states_of_padded_rows_are_kept_apart(
 
 
 def test_the_kv_cache_leaves_room_for_graphs(tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    free, sizes = [8 << 30], list[int]()
+    free, sizes, held = [8 << 30], list[int](), [1 << 30]
+
+    def empty_cache() -> None:
+        free.append(free.pop() + held[0])
+        held[0] = 0
 
     class Big(Calls):
         def capture(self, run: Callable[[], None]) -> Any:
+            empty_cache()
             free[0] -= 1 << 30
             sizes.append(len(super().capture(run).args[0][0]))
             graph = torch.Generator()  # any object of which the end can be noticed
             weakref.finalize(graph, lambda: free.append(free.pop() + (1 << 30)))
             return graph
 
-    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache", "memory_allocated", "max_memory_allocated"):
+    for name in ("reset_peak_memory_stats", "synchronize", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 16 << 30))
     left = []
-    for calls in (Calls(), Big()):
+    for calls in (None, Calls(), Big()):
+        held[0] = 1 << 30  # unused memory, which torch gives back when it captures
+        free[0] = 7 << 30
         monkeypatch.setattr(model_runner, "graph_calls", lambda device, calls=calls: calls)
         left.append(ModelRunner(tiny_model, block_size=16).memory_for_cache(300, rows=20, max_model_len=128))
     assert sizes == [20]
-    assert left[0] - left[1] == 1 << 30
+    assert left[0] - left[1] == len(graph_sizes(20)) * 8 << 20  # for the driver
+    assert left[1] - left[2] == 1 << 30
     assert free == [8 << 30]
 
 
 def test_graphs_see_padded_rows_and_growing_tables() -> None:
     seen: list[list[list[int]]] = []
+    blocks: list[list[list[int]]] = []
 
-    def forward(inputs: torch.Tensor) -> Outputs:
+    def forward(inputs: torch.Tensor, tables: torch.Tensor) -> Outputs:
         seen.append(inputs.tolist())
+        blocks.append(tables.tolist())
         return inputs[:1].t().float(), inputs[:2].t().double()
 
     calls = Calls()
-    graphs = DecodeGraphs(calls, forward, torch.tensor([0, 99, 0, 0]), [4, 2], torch.device("cpu"))
+    graphs = DecodeGraphs(calls, forward, torch.tensor([0, 99, 0]), 3, [4, 2], torch.device("cpu"))
     assert [len(view[0]) for view in seen] == [4, 4, 2]  # once for the outputs, then the largest first
-    assert seen[0] == [[0] * 4, [99] * 4, [0] * 4, [0] * 4]
+    assert (seen[0], blocks[0]) == ([[0] * 4, [99] * 4, [0] * 4], [[0] * 3] * 4)
     seen.clear()
-    hidden, logits = graphs.run(np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]]))
-    assert seen[-1][:3] == [[1, 2, 3, 0], [4, 5, 6, 99], [7, 8, 9, 0]]
+    hidden, logits = graphs.run(np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]]), np.array([[1], [2], [3]]))
+    assert seen[-1] == [[1, 2, 3, 0], [4, 5, 6, 99], [7, 8, 9, 0]]
+    assert blocks[-1] == [[1, 0, 0], [2, 0, 0], [3, 0, 0], [0, 0, 0]]
     assert (hidden.tolist(), logits.tolist()) == ([[1], [2], [3]], [[1, 4], [2, 5], [3, 6]])
-    graphs.run(np.array([[1], [4], [7], [8]]))
-    assert seen[-1] == [[1, 0], [4, 99], [7, 0], [8, 0]]
+    graphs.run(np.array([[1], [4], [7]]), np.array([[8, 9]]))
+    assert seen[-1] == [[1, 0], [4, 99], [7, 0]]
+    assert blocks[-1] == [[8, 9, 0], [2, 0, 0]]  # the second row pads the step
 
 
 def test_a_buffer_is_written_after_the_event_of_its_copy() -> None:
     calls = Calls()
-    graphs = DecodeGraphs(calls, lambda inputs: (inputs.t().clone(),), torch.tensor([0]), [1], torch.device("cpu"))
+    graphs = DecodeGraphs(
+        calls, lambda inputs, tables: (inputs.t().clone(),), torch.tensor([0]), 1, [1], torch.device("cpu")
+    )
     for token in range(4):
-        graphs.run(np.array([[token]]))
+        graphs.run(np.array([[token]]), np.array([[token]]))
     steps = [[f"wait {step + 1}", f"record {step + 3}", "replay"] for step in range(4)]
     assert calls.log == ["record 1", "record 2", *(call for step in steps for call in step)]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,24 @@ def test_the_kv_cache_gets_what_the_largest_step_leaves(
     assert steps == [(300, 127)] * 2
     assert 0 < left[0] < 8 << 30
     assert left[0] - left[1] >= 1 << 30
+
+
+def test_a_forward_pass_runs_on_the_device_of_its_tokens(
+    tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[str] = []
+    devices: list[list[str]] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor.device.type)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    with tiny_model.body.register_forward_pre_hook(lambda body, args: devices.append(current.copy())):
+        LLM(tiny_model).generate([[5, 6]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert devices == [["cpu"]]
 
 
 @pytest.mark.cuda

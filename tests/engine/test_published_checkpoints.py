@@ -12,10 +12,12 @@ import pytest
 import torch
 from model_families import FAMILIES, save
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from engine.llm import LLM
 from engine.model.attention import UnsupportedModelError
 from engine.model.loader import check_model, load_model
+from engine.sampling_params import SamplingParams
 from engine.server.process import _sampling_defaults
 from engine.server.request.bodies import Message
 from engine.server.request.prompts import encode_chat
@@ -177,3 +179,30 @@ def test_the_context_chooses_the_factors_of_longrope(
     with pytest.raises(ValueError, match="max_model_len is 300"):
         load_model(name, device="cpu", max_model_len=300)
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize(("length", "factors"), [(64, "short_factor"), (None, "long_factor")])
+def test_longrope_is_the_same_beside_a_long_sequence(
+    length: int | None, factors: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    name = checkpoint("Phi-4-mini", tmp_path, tiny_tokenizer)
+    llm = LLM(load_model(name, device="cpu", max_model_len=length), pool="inline")
+    short = list(range(10, 30))
+    long = list(range(10, 70))
+    params = SamplingParams(temperature=0.0, max_tokens=3 if length else 30, ignore_eos=True, logprobs=5)
+    alone, beside = (
+        llm.generate(prompts, params, use_tqdm=False)[0].outputs[0] for prompts in ([short], [short, long])
+    )
+    assert beside.token_ids == alone.token_ids
+    rope = BY_TITLE["Phi-4-mini"].text["rope_parameters"]
+    config = AutoConfig.from_pretrained(name)
+    for kept in ("short_factor", "long_factor"):
+        config.rope_parameters[kept] = rope[factors]
+    reference = AutoModelForCausalLM.from_pretrained(name, config=config, attn_implementation="eager")
+    with torch.no_grad():
+        logits = reference(torch.tensor([short + alone.token_ids])).logits
+    expected = logits[0, len(short) - 1 : -1].log_softmax(-1)
+    for output in (alone, beside):
+        for row, entries in zip(expected, output.logprobs, strict=True):
+            for token, entry in entries.items():
+                assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)

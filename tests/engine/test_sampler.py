@@ -222,6 +222,14 @@ def test_a_row_that_is_all_forbidden_is_broken_and_no_token() -> None:
     assert sampler.sample(logits, batch, skip=frozenset({0, 2})).broken == [1]
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_nan_or_infinity_is_broken(value: float, temperature: float) -> None:
+    sampler, batch = begun(sequence(temperature=temperature), sequence())
+    logits = logits_of([0.0, value], [0.0, 1.0])
+    assert sampler.sample(logits, batch).broken == [0]
+
+
 # -- logprobs
 
 

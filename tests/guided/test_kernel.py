@@ -102,7 +102,7 @@ def test_a_self_test_decides_whether_masks_are_read_where_they_lie(
     assert len(caplog.records) == (failure not in ("none", "cpu"))
     unpin_masks(table)
     unpin_masks(table)
-    pinned = [("register", address, 320, 0)]
+    pinned = [("register", address, 320, 3)]
     unpinned = [("wait",), ("unregister", address)]
     calls = {"driver": [], "cpu": [], "code": pinned, "exception": pinned}
     assert device.calls == calls.get(failure, pinned + unpinned)
@@ -121,6 +121,18 @@ def test_a_kernel_that_fails_is_replaced_by_torch_for_good(
     assert [record.message for record in caplog.records] == [
         "the kernel of masks failed on cuda:0: this process goes on with torch"
     ]
+
+
+def test_after_too_little_memory_the_kernel_is_tried_again(device: FakeDevice) -> None:
+    logits = noise(1, 640, torch.float32)
+    expected = masked(logits, [{3}], [0])
+    device.failure = "memory"
+    with pytest.raises(torch.OutOfMemoryError):
+        apply_bitmask(device.tensor(logits), [pack({3}, 640)], [0])
+    device.failure = "none"
+    apply_bitmask(device.tensor(logits), [pack({3}, 640)], [0])
+    assert torch.equal(logits, expected)
+    assert len(device.launched) == 1
 
 
 COMPILE = """

@@ -128,6 +128,8 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
             launch = interpreted.launch
 
             def noting(logits: Any, plan: torch.Tensor, words: int) -> None:
+                if device.failure == "memory":
+                    raise torch.OutOfMemoryError("out of memory")
                 if device.failure == "launch":
                     raise RuntimeError("no compiler")
                 if isinstance(logits, DeviceTensor):
