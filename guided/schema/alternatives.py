@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
@@ -43,6 +44,18 @@ class Alternatives:
         self._definitions = {name: library[name] for name in ("$defs", "definitions") if name in library}
         self._forms: dict[frozenset[str], Any] = {}
         """What `merged` returned."""
+        self._is_exact = False
+        """Whether an alternative may exclude no more than the values of the others. See `exact`."""
+
+    @contextmanager
+    def exact(self, is_exact: bool) -> Iterator[None]:
+        """Set whether `of` returns all valid values, which it must if others exclude them or are merged with them."""
+        before = self._is_exact
+        self._is_exact = is_exact
+        try:
+            yield
+        finally:
+            self._is_exact = before
 
     def unfolded(self, part: Any) -> Any:
         """Return the target of a reference of the library: it merges no recursive references."""
@@ -92,6 +105,12 @@ class Alternatives:
         schema = without_frame(self.unfolded(schema))
         if schema is True:
             schema = {}
+        if isinstance(schema, dict) and "oneOf" in schema and len(schema) > 1:
+            siblings = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
+            inner = self.merged([siblings] if context is True else [siblings, context])
+            if inner is False:
+                return []
+            return self.of({"oneOf": schema["oneOf"]}, inner)
         match schema:
             case {"anyOf": parts} if len(schema) == 1:
                 return [found for part in parts for found in self.of(part, context)]
@@ -117,7 +136,8 @@ class Alternatives:
 
     def _exclusive(self, parts: list[Any], context: Any) -> Iterator[Any]:
         """Yield alternatives for the values of `context` that satisfy exactly one of `parts`."""
-        groups = [self.of(part, context) for part in parts]
+        with self.exact(True):
+            groups = [self.of(part, context) for part in parts]
         for index, group in enumerate(groups):
             others = [other for place, rest in enumerate(groups) if place != index for other in rest]
             kept = [found for own in group if (found := self._without(own, others)) is not False]
@@ -125,6 +145,7 @@ class Alternatives:
 
     def _without(self, own: Any, others: list[Any]) -> Any:
         """Return `own` without the values of `others`; False if there is none."""
+        others = [other for other in others if not self._is_apart(own, other)]
         others = [other for other in others if self.merged([own, other]) is not False]
         if not others:
             return own
@@ -133,6 +154,22 @@ class Alternatives:
         if is_lost or (_is_negated(found) and not _is_negated(own)):
             raise UnsupportedConstraint("the alternatives of 'oneOf' can't be told apart")
         return found
+
+    def _is_apart(self, own: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Return whether both list strings as the values of a required property, and none of them is the same."""
+        for name in own.get("required", ()):
+            values = self._strings(own, name)
+            others = self._strings(other, name)
+            if values and others and values.isdisjoint(others):
+                return own.get("type") == "object"
+        return False
+
+    def _strings(self, schema: dict[str, Any], name: str) -> set[str]:
+        """Return the listed values of a property; none if one of them is no string."""
+        values = listed(self.unfolded(schema.get("properties", {}).get(name, True))) or ()
+        if all(isinstance(value, str) for value in values):
+            return set(values)
+        return set()
 
     def _excluding(self, own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         """Return a schema that excludes the values of `other` from `own`.
@@ -153,6 +190,8 @@ class Alternatives:
         differing = {name: self.unfolded(part) for name, part in parts.items() if part != properties.get(name, True)}
         if rest is not True and own.keys().isdisjoint(_CLOSING) and False not in differing.values():
             raise UnsupportedConstraint("the alternatives of 'oneOf' differ in properties without a name")
+        if self._is_exact and (not named.keys() <= names or not other.keys().isdisjoint(_CLOSING)):
+            raise UnsupportedConstraint("the alternatives of 'oneOf' exclude too much to be excluded from others")
         kept = {keyword: value for keyword, value in other.items() if keyword not in _CLOSING}
         return {"not": {**kept, "properties": differing}}
 
