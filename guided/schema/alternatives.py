@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,6 +25,8 @@ from guided.schema.validation import PATTERNS, Validator
 KEYWORDS = {*MISSPELT, *OTHERS}
 _CLOSING = ("propertyNames", "additionalProperties")
 _PLAIN = {"type", "properties", "required", "minProperties", "maxProperties", *_CLOSING}
+_MAX_PARTS = 120
+"""Maximum number of alternatives of a `oneOf` that are told apart: each is compared with each."""
 _MAX_FORMS = 1_000
 """Maximum number of forms of parts that are computed for one document."""
 
@@ -44,18 +45,6 @@ class Alternatives:
         self._definitions = {name: library[name] for name in ("$defs", "definitions") if name in library}
         self._forms: dict[frozenset[str], Any] = {}
         """What `merged` returned."""
-        self._is_exact = False
-        """Whether an alternative may exclude no more than the values of the others. See `exact`."""
-
-    @contextmanager
-    def exact(self, is_exact: bool) -> Iterator[None]:
-        """Set whether `of` returns all valid values, which it must if others exclude them or are merged with them."""
-        before = self._is_exact
-        self._is_exact = is_exact
-        try:
-            yield
-        finally:
-            self._is_exact = before
 
     def unfolded(self, part: Any) -> Any:
         """Return the target of a reference of the library: it merges no recursive references."""
@@ -136,8 +125,9 @@ class Alternatives:
 
     def _exclusive(self, parts: list[Any], context: Any) -> Iterator[Any]:
         """Yield alternatives for the values of `context` that satisfy exactly one of `parts`."""
-        with self.exact(True):
-            groups = [self.of(part, context) for part in parts]
+        if len(parts) > _MAX_PARTS:
+            raise UnsupportedConstraint(f"'oneOf' has more than {_MAX_PARTS} alternatives")
+        groups = [self.of(part, context) for part in parts]
         for index, group in enumerate(groups):
             others = [other for place, rest in enumerate(groups) if place != index for other in rest]
             kept = [found for own in group if (found := self._without(own, others)) is not False]
@@ -190,8 +180,6 @@ class Alternatives:
         differing = {name: self.unfolded(part) for name, part in parts.items() if part != properties.get(name, True)}
         if rest is not True and own.keys().isdisjoint(_CLOSING) and False not in differing.values():
             raise UnsupportedConstraint("the alternatives of 'oneOf' differ in properties without a name")
-        if self._is_exact and (not named.keys() <= names or not other.keys().isdisjoint(_CLOSING)):
-            raise UnsupportedConstraint("the alternatives of 'oneOf' exclude too much to be excluded from others")
         kept = {keyword: value for keyword, value in other.items() if keyword not in _CLOSING}
         return {"not": {**kept, "properties": differing}}
 

@@ -243,11 +243,9 @@ class CanonicalForm:
                     else:
                         body = {"anyOf": parts}
                     name = self._names[key] = f"d{len(self._names)}"
-                    with self._alternatives.exact(False):
-                        self.definitions[name] = self._read(body, origin, is_part=is_part)
+                    self.definitions[name] = self._read(body, origin, is_part=is_part)
         if name is None:
-            with self._alternatives.exact(True):  # each part narrows the others
-                return self._read_keywords(schema, origin, is_part)
+            return self._read_keywords(schema, origin, is_part)
         return self.definitions.get(name) is not False and {"$ref": f"#/$defs/{name}"}
 
     def _definition(self, reference: str, origin: Origin, is_part: bool) -> str:
