@@ -25,6 +25,8 @@ from guided.schema.validation import PATTERNS, Validator
 KEYWORDS = {*MISSPELT, *OTHERS}
 _CLOSING = ("propertyNames", "additionalProperties")
 _PLAIN = {"type", "properties", "required", "minProperties", "maxProperties", *_CLOSING}
+_MAX_PARTS = 120
+"""Maximum number of alternatives of a `oneOf` that are told apart: each is compared with each."""
 _MAX_FORMS = 1_000
 """Maximum number of forms of parts that are computed for one document."""
 
@@ -92,6 +94,12 @@ class Alternatives:
         schema = without_frame(self.unfolded(schema))
         if schema is True:
             schema = {}
+        if isinstance(schema, dict) and "oneOf" in schema and len(schema) > 1:
+            siblings = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
+            inner = self.merged([siblings] if context is True else [siblings, context])
+            if inner is False:
+                return []
+            return self.of({"oneOf": schema["oneOf"]}, inner)
         match schema:
             case {"anyOf": parts} if len(schema) == 1:
                 return [found for part in parts for found in self.of(part, context)]
@@ -117,6 +125,8 @@ class Alternatives:
 
     def _exclusive(self, parts: list[Any], context: Any) -> Iterator[Any]:
         """Yield alternatives for the values of `context` that satisfy exactly one of `parts`."""
+        if len(parts) > _MAX_PARTS:
+            raise UnsupportedConstraint(f"'oneOf' has more than {_MAX_PARTS} alternatives")
         groups = [self.of(part, context) for part in parts]
         for index, group in enumerate(groups):
             others = [other for place, rest in enumerate(groups) if place != index for other in rest]
@@ -125,6 +135,7 @@ class Alternatives:
 
     def _without(self, own: Any, others: list[Any]) -> Any:
         """Return `own` without the values of `others`; False if there is none."""
+        others = [other for other in others if not self._is_apart(own, other)]
         others = [other for other in others if self.merged([own, other]) is not False]
         if not others:
             return own
@@ -133,6 +144,22 @@ class Alternatives:
         if is_lost or (_is_negated(found) and not _is_negated(own)):
             raise UnsupportedConstraint("the alternatives of 'oneOf' can't be told apart")
         return found
+
+    def _is_apart(self, own: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Return whether both list strings as the values of a required property, and none of them is the same."""
+        for name in own.get("required", ()):
+            values = self._strings(own, name)
+            others = self._strings(other, name)
+            if values and others and values.isdisjoint(others):
+                return own.get("type") == "object"
+        return False
+
+    def _strings(self, schema: dict[str, Any], name: str) -> set[str]:
+        """Return the listed values of a property; none if one of them is no string."""
+        values = listed(self.unfolded(schema.get("properties", {}).get(name, True))) or ()
+        if all(isinstance(value, str) for value in values):
+            return set(values)
+        return set()
 
     def _excluding(self, own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         """Return a schema that excludes the values of `other` from `own`.

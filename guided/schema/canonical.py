@@ -75,9 +75,10 @@ class CanonicalForm:
         self._graph = SchemaGraph(document)
         self._library = self._form(document)
         self._alternatives = Alternatives(self._library, self._draft)
-        has_negation = any("not" in node.schema or "if" in node.schema for node in self._graph.nodes())
-        self._left_out: list[Any] = [False] if has_negation else [False, _FRACTIONS]
+        self._left_out: list[Any] = [False]
         """What is no alternative of others."""
+        if not any(map(self._excludes_numbers, self._graph.nodes())):
+            self._left_out.append(_FRACTIONS)
         self._origins: dict[int, tuple[Schema, Origin]] = {}
         """By `id` of a subschema; the reference to it prevents another use of the `id`."""
         self._names: dict[str, str] = {}
@@ -126,6 +127,13 @@ class CanonicalForm:
                 place = ""
             raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer=shortened(place))
         return form
+
+    def _excludes_numbers(self, node: Node) -> bool:
+        """Return whether a subschema may exclude integers and leave other numbers."""
+        parts = [child for keyword, child in node.same if keyword == "oneOf"]
+        texts = [json.dumps(part.schema.get("type")) for part in Origin.of(self._graph, parts).nodes]
+        has_numbers = any("integer" in text or "number" in text for text in texts)
+        return has_numbers or "not" in node.schema or "if" in node.schema
 
     def _bad_pattern(self) -> str:
         """Return the pointer of a pattern that the library does not take; that of the root if there is none."""

@@ -183,6 +183,9 @@ class LLGuidanceLowering(SchemaLowering):
             pattern = pattern_of(names)
         except UnsupportedConstraint:
             raise self.refusal(schema, "propertyNames") from None
+        properties = {
+            name: value if string_pattern.matches(pattern, name) else False for name, value in properties.items()
+        }
         return properties, {} if rest is False else {pattern: rest}, False
 
     def _apart(

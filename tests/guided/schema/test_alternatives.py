@@ -126,3 +126,59 @@ def test_fractions_stay_where_a_schema_excludes_integers() -> None:
     lowered = Draft202012Validator(lowering.document())
     assert not lowering.checked
     assert [lowered.is_valid({"a": a, "b": 1}) for a in (1, "c")] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        (
+            {
+                **with_fields(["n"], n={"type": "string"}),
+                "oneOf": [{"type": "array"}, {"type": "array", "prefixItems": [INTEGER]}, {"type": "object"}],
+            },
+            [{"n": "x"}],
+            [{"n": 1}, []],
+        ),
+        ({"oneOf": [{"type": ["number", "null"]}, {"allOf": [INTEGER]}]}, [2.5, None], [2]),
+        (
+            recursive(*(with_fields(["kind"], kind={"const": f"k{n}"}, next=SELF) for n in range(60))),
+            [{"kind": "k7"}, {"kind": "k8", "next": {"kind": "k59"}}],
+            [{"kind": "k60"}, {"kind": "k1", "next": {}}],
+        ),
+        (
+            {
+                **SELF,
+                "$defs": {
+                    "self": {
+                        "anyOf": [
+                            {**with_fields([], z={}), "propertyNames": {"pattern": "^[xy]"}},
+                            {
+                                **with_fields(["x"]),
+                                "anyOf": [{"properties": {"x": {}}, "additionalProperties": {"type": "string"}}],
+                                "patternProperties": {"^x": INTEGER},
+                            },
+                        ]
+                    }
+                },
+            },
+            [{"x": 1}],
+            [{"z": 1}],
+        ),
+    ],
+    ids=["siblings", "fractions", "many", "names"],
+)
+def test_alternatives_keep_valid_values_only(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+    """What is not enforced is checked, and no valid value is lost."""
+    lowering = LLGuidanceLowering(Constraint.json_schema(schema))
+    lowered = Draft202012Validator(lowering.document())
+    sent = Draft202012Validator(schema)
+    assert [sent.is_valid(value) for value in (*valid, *invalid)] == [True] * len(valid) + [False] * len(invalid)
+    assert [value for value in valid if not lowered.is_valid(value)] == []
+    assert lowering.checked or [value for value in invalid if lowered.is_valid(value)] == []
+
+
+def test_sixty_listed_kinds_are_enforced() -> None:
+    kinds = [with_fields(["kind"], kind={"const": f"k{n}"}, next=SELF) for n in range(60)]
+    lowering = LLGuidanceLowering(Constraint.json_schema(recursive(*kinds)))
+    lowering.document()
+    assert not lowering.checked
