@@ -160,9 +160,13 @@ class WorkerConnection:
         max_cache_bytes: size of the grammars that the worker keeps (see `LeastRecentlyUsed`).
     """
 
-    def __init__(self, name: str, pid: int, channel: Channel, segment: Segment, max_cache_bytes: int) -> None:
+    def __init__(
+        self, name: str, pid: int, channel: Channel, segment: Segment, max_cache_bytes: int, is_remote: bool = False
+    ) -> None:
         self.name = name
         self.pid = pid
+        self.is_remote = is_remote
+        """The worker is on another node. What it is busy with is known up to a second later."""
         self.channel = channel
         self.table = segment.table
         self.sequences: dict[int, SequenceState] = {}

@@ -131,7 +131,8 @@ class Dispatcher:
             culprits = worker.concerned(culprit)
         busy = {state for work in worker.work() for state in worker.concerned(work)}
         self._suspect(cause, culprits, busy)
-        if not busy:  # any of those that it should have begun with may be the reason
+        if cause == "transfer" or (worker.is_remote and not busy):
+            # Any of those that it should have begun with may be the reason.
             busy = {state for state in worker.sequences.values() if not state.is_ready}
         died = WorkerDied(f"{error.message} while it computed this request's mask")
         died.retryable = False  # the mask may have ended it

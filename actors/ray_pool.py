@@ -255,7 +255,8 @@ class Supervisor:
             segment.close()
             raise
         name = f"mask worker {self.index}, pid {pid}"
-        return WorkerConnection(name, pid, channel, segment, self._options.max_cache_bytes), is_local
+        size = self._options.max_cache_bytes
+        return WorkerConnection(name, pid, channel, segment, size, is_remote=not is_local), is_local
 
     def _record_end(self, cause: EndCause, message: str) -> None:
         self._causes[cause] += 1
