@@ -78,24 +78,13 @@ def kills(pool: Any) -> int:
     return sum(sum(worker.ends.values()) for worker in pool.status().workers)
 
 
-def open_rows(made: Any, grammar: Any, number: int) -> list[int]:
-    """Open sequences of a grammar of any backend."""
-    from guided.sequence import GuidedSequence
-
-    rows = [next(_numbers) for _ in range(number)]
-    for row in rows:
-        made.tokens[row] = []
-        made._sequences[row] = GuidedSequence("request", row, made.tokens[row])
-        made.pool.open(made._sequences[row], grammar)
-    return rows
-
-
 def letters(made: Any, number: int) -> list[int]:
     """Open quick rows of a real library."""
     from guided.constraint import Constraint
 
     grammar = made.pool.compile(Constraint.regex("[a-z ]{9000}"), ("llguidance",)).result(60)
-    return open_rows(made, grammar, number)
+    rows: list[int] = made.open_with(grammar, number)
+    return rows
 
 
 def rows_beside(made: Any, sound: list[int], more: list[int], seconds: float = 60.0) -> Row:
@@ -167,7 +156,7 @@ def xgrammar(options: argparse.Namespace) -> Row:
                 if not isinstance(grammar.dumped, bytes):
                     break
         size = os.fstat(grammar.dumped.fd).st_size
-        return {"MB": round(size / 1e6, 1), **with_before(made, quick, lambda: open_rows(made, grammar, 1))}
+        return {"MB": round(size / 1e6, 1), **with_before(made, quick, lambda: made.open_with(grammar, 1))}
 
 
 def frozen(options: argparse.Namespace) -> Row:

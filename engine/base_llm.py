@@ -62,23 +62,20 @@ class BaseLLM:
         **options: Any,
     ) -> None:
         options = without_neutral(options)
+        loading = set[str]()
         if isinstance(model, str):
             loading = {field.name for field in fields(LoadOptions)}
-        else:
-            loading = set[str]()
         configurable = {field.name for field in fields(EngineConfig)}
         refuse_unknown(type(self).__name__, options, loading | configurable)
         given = {name: options.pop(name) for name in configurable & options.keys()}
         config = replace(config or EngineConfig(), **given)
+        self._own_pool: MaskPool | None = None
+        self._own_ranks = None
         if isinstance(model, str):
             self.model = load_model(model, max_model_len=config.max_model_len, **options)
-        else:
-            self.model = model
-        self._own_pool: MaskPool | None = None
-        if isinstance(model, str):
             self._own_ranks = self.model.ranks
         else:
-            self._own_ranks = None
+            self.model = model
         try:
             self.max_model_len = self.model.context_length(config.max_model_len)
             num_parameters = sum(parameter.numel() for parameter in self.model.body.parameters())

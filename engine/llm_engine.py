@@ -157,9 +157,7 @@ class LLMEngine:
                 text = None
             prompt = {"prompt": text, "prompt_token_ids": prompt_token_ids}
         group = self.admit(request_id, prompt, sampling_params, stream=stream)
-        if arrival_time is None:
-            group.arrival_time = group.arrival_time
-        else:
+        if arrival_time is not None:
             group.arrival_time = arrival_time
         self.submit(group)
         return group
@@ -267,9 +265,10 @@ class LLMEngine:
             else:
                 group.compile_seconds = 0.0
             group.checked = grammar.checked
-            for sequence in group.sequences:
-                if sequence.guided is not None and grammar.checked and not group.sampling_params.use_beam_search:
-                    sequence.guided.final = 0
+            if grammar.checked and not group.sampling_params.use_beam_search:
+                for sequence in group.sequences:
+                    if sequence.guided is not None:
+                        sequence.guided.final = 0
             group.compiled_time = time.monotonic()
         except Exception as error:
             other = BackendError(f"compiling failed: {bounded(repr(error))}")
@@ -305,7 +304,7 @@ class LLMEngine:
     def _score(self, chunk: Chunk, first: int, last: int, hidden: torch.Tensor) -> None:
         """Add the log-probabilities of tokens `first` to `last` of a chunk's sequence."""
         sequence = chunk.sequences[0]
-        params = chunk.sequences[0].params
+        params = sequence.params
         of_prompt = first < len(sequence.data.prompt_token_ids)
         count = (params.prompt_logprobs if of_prompt else params.logprobs) or 0
         for begin in range(first, last, _SCORED_ROWS):

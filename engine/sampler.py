@@ -25,9 +25,9 @@ from guided.sequence import SequenceOutput
 SUPPRESSED = -1e30
 """The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it."""
 PROBE_STEPS = 61
+"""Every `PROBE_STEPS` steps, about `_PROBE_ROWS` masks are sampled for the kept-mass histogram. The number is a prime,
+so that answers of the same length are not always sampled at the same place."""
 _PROBE_ROWS = 4
-"""After this many steps, up to about this many masks are measured for the statistics. The number of steps is a prime,
-so that answers of the same length are not always measured at the same place."""
 _BLOCK = 1024
 """Number of tokens of which the probabilities are summed, to find where a random number lies."""
 _FEW = 1024
@@ -138,7 +138,7 @@ class Sampler:
         return output
 
     def _copy_measured(self, logits: torch.Tensor, batch: Batch) -> None:
-        """Copy the model's logits of the rows whose masks are measured in this step."""
+        """Copy the model's logits of the rows with masks that are measured in this step."""
         self._steps += 1
         self._measured = batch.measured
         if self._steps % PROBE_STEPS == 0:

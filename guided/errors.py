@@ -189,8 +189,6 @@ def error_body(error: GuidedError) -> dict[str, Any]:
         kind = "server_error"
     if error.status == 429:
         kind = "rate_limit_error"
-    else:
-        kind = kind
     fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code, "pointer": error.pointer}
     return {"error": fields}
 

@@ -47,11 +47,9 @@ def loads(
     try:
         if isinstance(text, str):
             data = text.encode("utf-8", "surrogatepass")
-        else:
-            data = text
-        if isinstance(text, str):
             decoded = text
         else:
+            data = text
             decoded = text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise JsonError(f"not UTF-8: {bounded(error.reason)} at byte {error.start}") from None

@@ -131,11 +131,9 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     """Read the weights: all of them to `device`, or, if it is None, this process's part for tensor parallelism."""
     place, others = pretrained(model)
     path = gguf_file(model)
+    plan = None
     if device is None:
         plan = _PLANS.get(config.model_type)
-    else:
-        plan = None
-    if device is None:
         from transformers.distributed import DistributedConfig
 
         # With a plan of None, transformers uses its own.

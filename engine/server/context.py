@@ -56,7 +56,7 @@ class ServerContext:
         return REASONING_FORMATS.get(self._chosen(self.settings.reasoning_format, REASONING_FORMATS) or "")
 
     def _chosen(self, chosen: str, formats: Mapping[str, Any]) -> str | None:
-        """Return the name of the chosen format. `auto` takes the one whose marks are in the tokenizer's templates."""
+        """Return the name of the chosen format. `auto` takes the one with marks in the tokenizer's templates."""
         tokenizer = self.llm.tokenizer
         templates = f"{tokenizer.chat_template}{getattr(tokenizer, 'response_template', '')}"
         if chosen == AUTO:

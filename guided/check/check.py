@@ -97,8 +97,6 @@ def _stop_tokens(file: Path, tokenizer: Tokenizer) -> list[int]:
     eos: Any = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
     if isinstance(eos, dict):
         eos = eos.get("content")
-    else:
-        eos = eos
     if eos:
         names = [eos]
     else:

@@ -97,15 +97,10 @@ class Follower:
             if not match["mark"] and violation is None:
                 if match["open"]:
                     self._rest = part
-                else:
-                    self._rest = b""
-                if match["open"]:
                     violation = self._go_on(written)
                 else:
-                    if part.startswith(b'"'):
-                        ends = [b""]
-                    else:
-                        ends = _AFTER_SCALAR
+                    self._rest = b""
+                    ends = [b""] if part.startswith(b'"') else _AFTER_SCALAR
                     violation = self._end(_read(part), [written + end for end in ends])
             if violation is not None or self.is_over:
                 return violation

@@ -331,9 +331,7 @@ def _members_of_property(name: str, negated: bool) -> str:
     """Return the members of a class with the code points of a property, or with surrogates if there are none."""
     matching = unicode_regex.compile(rf"\{'P' if negated else 'p'}{{{name}}}+")
     runs = _runs(matching.finditer(_every_character()))
-    if negated:
-        runs = runs
-    else:
+    if not negated:
         runs = intersection(runs, _assigned())
     return "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in runs) or "\ud800-\udfff"
 

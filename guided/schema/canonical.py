@@ -291,7 +291,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
         else:
             return schema
     rest = schema.get("additionalProperties", True)
-    if rest is True:  # the library leaves out a pattern whose properties may have any value
+    if rest is True:  # the library leaves out a pattern of properties with any value
         patterns = dict.fromkeys(sorted(listed_patterns), True) | patterns
     if listed_patterns != patterns.keys():
         return schema
@@ -353,9 +353,7 @@ def _apart(schema: dict[str, Any]) -> dict[str, Any]:
     parts: list[Any] = [{keyword: schema[keyword]} for keyword in combined if keyword != "allOf"]
     for part in reversed(schema.get("allOf", ())):
         if isinstance(part, dict) and not part.keys() & COMPOUND:
-            if "type" in part or "type" not in rest:
-                part = part
-            else:
+            if "type" not in part and "type" in rest:
                 part = {"type": rest["type"], **part}
             if part.get("type") == rest.get("type") and (part.keys() - {"type"}).isdisjoint(rest):
                 rest |= part

@@ -80,7 +80,7 @@ def rewrite(schema: dict[str, Any]) -> None:
 def upgrade(schema: dict[str, Any], draft: str) -> None:
     """Write a subschema of draft 4, 6 or 7 in draft 2019-09, which knows all formats and does not check contents.
 
-    Younger keywords than the draft are kept: an author who writes them means them.
+    Younger keywords than the draft are kept: they are meant.
 
     Args:
         draft: identifier of the schema's draft, as `draft_of` returns it.

@@ -203,7 +203,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 
 def detect(template: str, formats: Mapping[str, Any]) -> str | None:
-    """Return the name of the first format whose marks are all in a chat template, or None."""
+    """Return the name of the first format with all its marks in a chat template, or None."""
     return next((name for name, form in formats.items() if all(mark in template for mark in form.marks)), None)
 
 

@@ -113,9 +113,7 @@ class OutputParser:
             if begin is not None and begin["name"] in self._functions:
                 in_section = yield from self._call(tools, self._functions[begin["name"]])
                 continue
-            if begin is None:
-                self._position = self._position
-            else:
+            if begin is not None:
                 self._position = begin.start()
             if in_section:
                 in_section = False
@@ -141,8 +139,6 @@ class OutputParser:
             whole = self._blank + self._output[self._position : end]
             if self.num_calls and not self._has_text:
                 whole = whole.lstrip()
-            else:
-                whole = whole
             is_last = self._finished and not self.num_calls and not begun
             if is_last:
                 shown = whole

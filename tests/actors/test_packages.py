@@ -100,7 +100,8 @@ def test_a_large_frame_is_sealed_once_however_often_it_is_sent() -> None:
         channel.send(bytes(1 << 20))
         if channel._unsent:
             break
-    [package] = channel._unsent
+    (package,) = channel._unsent
+    assert isinstance(package, SealedMemory)
     channel.push()
     assert [*channel._unsent] == [package]
     channel.close()

@@ -18,7 +18,7 @@ from serving import wait_until as until
 from actors import RayPool
 from guided.bitmask import allowed_ids, words
 from guided.errors import GuidedError
-from guided.pools.protocol import StepMasks
+from guided.pools.protocol import Grammar, StepMasks
 from guided.sequence import GuidedSequence
 
 WAIT = 120.0
@@ -80,7 +80,10 @@ class DrivenPool:
 
     def open(self, *words: str, number: int = 1) -> list[int]:
         """Open sequences of the grammar `faulty(*words)`. Their first step opens them on an actor."""
-        grammar = self.pool.compile(faulty(*words), (NAME,)).result(WAIT)
+        return self.open_with(self.pool.compile(faulty(*words), (NAME,)).result(WAIT), number)
+
+    def open_with(self, grammar: Grammar, number: int) -> list[int]:
+        """Open sequences of a grammar of any backend."""
         ids = [next(_ids) for _ in range(number)]
         for each in ids:
             self.tokens[each] = []

@@ -56,7 +56,7 @@ class OllamaRequest(ChatRequest):
 
     @classmethod
     def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
-        """Move `options` into the body, whose own fields have priority. Replace `format` "json" by `json_object`."""
+        """Move `options` into the body. Its own fields have priority. Replace `format` "json" by `json_object`."""
         data = super().gathered(data, names)
         options = data.get("options")
         for name, value in (options if isinstance(options, dict) else {}).items():

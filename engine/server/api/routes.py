@@ -36,7 +36,7 @@ from guided.json_text import JsonError, JsonTooLarge, loads
 logger = logging.getLogger("guided.server")
 
 _BODY_LIMITS = {"max_values": 200_000, "max_nesting": 256, "max_members": 25_000}
-"""Limits of a body. The nesting is below the depth of Python's stack, and above the limit of a schema, whose error is
+"""Limits of a body. The nesting is below the depth of Python's stack, and above the limit of a schema: that error is
 more specific. Parsing 25,000 members (keys, objects, arrays) holds the GIL for a tenth of a second."""
 _SMALL_BODY = 64 << 10
 """Size in bytes above which `ServerContext.large_bodies` limits how many bodies are read at the same time. Chunked

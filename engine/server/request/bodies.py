@@ -113,7 +113,7 @@ class GenerationRequest(ConstraintFields):
 
     @classmethod
     def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
-        """Move known fields of `nvext` and `sampling_params` into the body, whose own fields have priority. Constraints
+        """Move known fields of `nvext` and `sampling_params` into the body. Its own fields have priority. Constraints
         stay in their place, and so do fields that will be named in `ignored`."""
         data = {**data}
         for place in ("nvext", "sampling_params"):

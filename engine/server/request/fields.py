@@ -202,15 +202,10 @@ class Body(BaseModel):
         other APIs too."""
         if name in MISNAMED and "response_format" in names_of(cls):
             return MISNAMED[name]
-        if thorough:
-            similar = get_close_matches(name, [row.name for row in rows(cls)], 1, 0.8)
-        else:
-            similar = []
-        if thorough:
-            here = name_here(name, cls)
-        else:
-            here = None
-        return here or next(iter(similar), None) or _field_of(name, cls)
+        if not thorough:
+            return _field_of(name, cls)
+        similar = get_close_matches(name, [row.name for row in rows(cls)], 1, 0.8)
+        return name_here(name, cls) or next(iter(similar), None) or _field_of(name, cls)
 
 
 def plain(name: str) -> str:

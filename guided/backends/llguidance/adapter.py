@@ -246,11 +246,9 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
 
     if whitespace is None:
         pattern = LINE_BREAK
-    else:
-        pattern = string_pattern.whitespace(whitespace)
-    if whitespace is None:
         blank = " ?"
     else:
+        pattern = string_pattern.whitespace(whitespace)
         blank = ""
     return {
         "item_separator": f",{blank}",

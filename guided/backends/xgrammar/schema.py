@@ -114,8 +114,6 @@ class XGrammarLowering(SchemaLowering):
             lowered["items"] = self.lower(items)
         if most is None or most >= _COUNT or items is False:
             most = None
-        else:
-            most = most
         # Without `minItems`, xgrammar lets any number of a tuple's last items be missing.
         return lowered | counts("minItems", least, "maxItems", most)
 

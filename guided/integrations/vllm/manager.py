@@ -213,7 +213,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._pool.shutdown()
 
     def held_back(self) -> set[str]:
-        """Return the ids of late requests whose masks are not there yet."""
+        """Return the ids of late requests that still wait for their masks."""
         if not self.late:
             return set()
         decided = self._masker.decided()
@@ -354,7 +354,7 @@ class _GuidedScheduling:
     reset_preempted_req_ids: set[str]  # the workers forget these, and get all tokens when one continues
     _preempt_request: Any
     scheduler_config: Any
-    _held_back: set[str]  # late requests whose masks are not there yet
+    _held_back: set[str]  # late requests that still wait for their masks
     # Whether one of them may join all the same, and computes its last token, perhaps in vain. An asynchronous step is
     # scheduled while the one before is computed: a request that waits outside would lose up to three steps.
     _may_guess: bool

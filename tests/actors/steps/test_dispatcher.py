@@ -16,14 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import encode
 from serving import wait_until as until
-from thread_cluster import WAIT, Cluster, all_ready, close_all, grammar_named, outcomes
+from thread_cluster import WAIT, Cluster, ConnectedPair, all_ready, close_all, grammar_named, outcomes
 
+from actors.dispatcher import Dispatcher
 from actors.packages import send_package
 from actors.protocol import WAKE, Failed
 from guided.errors import BackendError, ConstraintQuarantined, GuidedError, MaskTimeout, WorkerDied, to_wire
 from guided.pools.protocol import EndCause
 from guided.processors.kernel import BitmaskKernel
 from guided.processors.pinned_masks import pin_masks, pinned_end
+from guided.sequence import GuidedSequence
 
 # placement
 
@@ -306,6 +308,25 @@ def test_a_constraint_that_ends_two_workers_is_in_quarantine(cause: EndCause, mo
     assert other == "ax"
     assert cluster.dispatcher.quarantine.keys() == [grammar_named("slow").constraint.key] * is_refused
     cluster.close()
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_deaths_of_idle_workers_lose_no_local_row(is_remote: bool) -> None:
+    """What a remote worker was busy with is not known: each row that waits counts, so that none waits for ever."""
+    dispatcher = Dispatcher(pool_wait=30.0, max_replays=1)
+    sequence = GuidedSequence("request", 1, [])
+    dispatcher.open(sequence, grammar_named("fast"))
+    for _ in range(2):
+        pair = ConnectedPair()
+        pair.connection.is_remote = is_remote
+        dispatcher.add(pair.connection)
+        dispatcher.submit((sequence,))
+        dispatcher.end(pair.connection, WorkerDied("killed from outside"))
+    dispatcher.submit((sequence,))
+    step = dispatcher.collect(0.0)
+    assert (len(step.failed), len(step.late)) == ((1, 0) if is_remote else (0, 1))
+    assert dispatcher.quarantine.keys() == []
+    dispatcher.close()
 
 
 def test_a_constraint_with_a_mask_is_not_suspected() -> None:
