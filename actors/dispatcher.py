@@ -81,8 +81,6 @@ class Dispatcher:
         """Those that are up."""
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step(())
-        self._late: set[SequenceState] = set()
-        """Sequences with a late mask, until a later step collects it or they are freed."""
         self._changed: set[SequenceState] = set()
         """Sequences that were edited, moved or failed since the last step."""
         self._holding: set[SequenceState] = set()
@@ -194,7 +192,6 @@ class Dispatcher:
         for sequence_id in sequence_ids:
             state = self._sequences.pop(sequence_id, None)
             if state is not None:
-                self._late.discard(state)
                 self._changed.discard(state)
                 self._holding.discard(state)
                 if state.worker is not None:
@@ -302,11 +299,8 @@ class Dispatcher:
                 if status[index] & CHECKED:
                     length, final, keyword = table.veto[part.slots[index]].item()
                     found.note(int(part.rows[index]), sequence, VetoReport(length, final, keyword.decode()))
-            if self._late:
-                self._late.difference_update(part.ready_states())
         step.all_ready = ready_rows == len(step.sequences)
         found.late = sorted(undecided)
-        self._late.update(undecided.values())
         return found
 
     def _wait_for_step(self, step: _Step, deadline: float) -> dict[int, SequenceState]:
@@ -328,8 +322,8 @@ class Dispatcher:
             if any(happened & select.POLLHUP for _, happened in polled):  # a supervisor is about to announce its end
                 time.sleep(_LOOK_SECONDS)
 
-    def decided(self) -> list[int]:
-        if not self._late:
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        if not sequence_ids:
             return []
         self._handle_events()
         for worker in self.workers:
@@ -337,8 +331,12 @@ class Dispatcher:
         now = time.monotonic()
         if any(worker.has_slot() for worker in self.workers):
             now = math.inf  # those that wait for one can be opened now
-        return sorted(
-            state.sequence.sequence_id
-            for state in self._late
-            if state.error is not None or state.is_ready or (state.worker is None and now >= state.waits_until)
-        )
+        return [sequence_id for sequence_id in sequence_ids if self._is_decided(sequence_id, now)]
+
+    def _is_decided(self, sequence_id: int, now: float) -> bool:
+        state = self._sequences.get(sequence_id)
+        if state is None or state.error is not None:
+            return True
+        if state.worker is None:
+            return now >= state.waits_until
+        return state.is_ready

@@ -36,7 +36,7 @@ class Opening:
 
 def test_a_lazy_pool_opens_for_the_first_constraint() -> None:
     opening = Opening(InlinePool(VOCABULARY))
-    assert (opening.lazy.decided(), opening.opened) == ([], 0)
+    assert (opening.lazy.decided([]), opening.opened) == ([], 0)
     opening.lazy.free([1])
     first = opening.lazy.compile(Constraint.regex("a"), ("llguidance",))
     second = opening.lazy.compile(Constraint.regex("aa"), ("llguidance",))
