@@ -17,6 +17,7 @@ from actors.connection import SequenceState, StepPart, Work, WorkerConnection, l
 from actors.protocol import CHECKED, FAILED, STEERED
 from actors.quarantine import Quarantine
 from guided.backends import BACKENDS
+from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
 from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forced_runs
 from guided.sequence import GuidedSequence, VetoReport
@@ -75,7 +76,7 @@ class Dispatcher:
 
     def __init__(self, pool_wait: float, max_replays: int, forced_tokens: bool = False) -> None:
         self._forced_tokens = forced_tokens
-        self._pool_wait = pool_wait
+        self.pool_wait = pool_wait
         self._max_replays = max_replays
         self.workers: list[WorkerConnection] = []
         """Those that are up."""
@@ -89,7 +90,8 @@ class Dispatcher:
         self.replays = 0
         """Sequences that outlived their worker and are opened on another one, since the start."""
         self._events: deque[Callable[[], None]] = deque()
-        self._closed = False
+        self.unavailable: PoolUnavailable | None = None
+        """Why no worker will take a sequence, as far as is known."""
         self._poller = select.poll()
 
     def announce(self, event: Callable[[], None]) -> None:
@@ -174,8 +176,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Give up all connections and memory. Every open sequence is lost."""
-        self._closed = True
-        error = PoolUnavailable("the pool is shut down")
+        self.unavailable = error = PoolUnavailable("the pool is shut down")
         for state in self._sequences.values():
             self._fail(state, error)
         self._handle_events()
@@ -254,17 +255,19 @@ class Dispatcher:
                 parts.setdefault(state.worker, {})[row] = state
         step.parts += [StepPart(worker, list(part), list(part.values())) for worker, part in parts.items()]
 
+    def refusal(self, constraint: Constraint) -> GuidedError | None:
+        """Return why no sequence of a constraint is opened now, or None."""
+        return self.unavailable or self.quarantine.error(constraint.key)
+
     def _place(self, state: SequenceState) -> None:
         """Open a sequence, if a worker can take it now. Fail it if it waited too long, or its grammar ends workers."""
         able = [worker for worker in self.workers if worker.has_slot()]
-        error: GuidedError | None = self.quarantine.error(state.grammar.constraint.key)
-        if self._closed:
-            error = PoolUnavailable("the pool is shut down")
-        elif not able:
+        error = self.refusal(state.grammar.constraint)
+        if not able:
             now = time.monotonic()
-            state.waits_until = min(state.waits_until, now + self._pool_wait)
+            state.waits_until = min(state.waits_until, now + self.pool_wait)
             if now >= state.waits_until:
-                error = PoolUnavailable(f"no mask worker could take the sequence for {self._pool_wait:g} s")
+                error = PoolUnavailable(f"no mask worker could take the sequence for {self.pool_wait:g} s")
         if error is not None:
             self._fail(state, error)
         elif able:
