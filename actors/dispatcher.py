@@ -82,8 +82,8 @@ class Dispatcher:
         """Those that are up."""
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step(())
-        self._changed: set[SequenceState] = set()
-        """Sequences that were edited, moved or failed since the last step."""
+        self._is_changed = False
+        """Whether a sequence has failed, or lost its worker, since the last step."""
         self._holding: set[SequenceState] = set()
         """Sequences of a backend that holds the interpreter lock while it computes a mask."""
         self.quarantine = Quarantine()
@@ -97,6 +97,13 @@ class Dispatcher:
     def announce(self, event: Callable[[], None]) -> None:
         """Have the engine's thread call `event`: at its next call, or while it waits in `collect`. From any thread."""
         self._events.append(event)
+
+    def _receive(self) -> None:
+        """Read what the workers have answered, and handle the events."""
+        for worker in self.workers:
+            if worker.receive():
+                self._is_changed = True
+        self._handle_events()
 
     def _handle_events(self) -> None:
         while self._events:
@@ -122,7 +129,7 @@ class Dispatcher:
         """
         if worker not in self.workers:
             return
-        self._changed.update(worker.receive())  # what it answered before its end still counts
+        worker.receive()  # what it answered before its end still counts
         self._poller.unregister(worker.channel.fd)
         self.workers.remove(worker)
         if culprit is None:
@@ -153,7 +160,7 @@ class Dispatcher:
         for state in worker.sequences.values():
             self.replays += state.error is None
             state.leave()
-            self._changed.add(state)
+        self._is_changed = True
         worker.sequences.clear()
         worker.close()
 
@@ -172,7 +179,7 @@ class Dispatcher:
     def _fail(self, state: SequenceState, error: GuidedError) -> None:
         """Fail a sequence for another reason than a worker's answer."""
         state.error = state.error or error
-        self._changed.add(state)
+        self._is_changed = True
 
     def close(self) -> None:
         """Give up all connections and memory. Every open sequence is lost."""
@@ -193,7 +200,6 @@ class Dispatcher:
         for sequence_id in sequence_ids:
             state = self._sequences.pop(sequence_id, None)
             if state is not None:
-                self._changed.discard(state)
                 self._holding.discard(state)
                 if state.worker is not None:
                     state.worker.free(state)
@@ -204,17 +210,13 @@ class Dispatcher:
     def rollback(self, sequence_id: int, length: int) -> None:
         state = self._sequences.get(sequence_id)
         if state is not None and state.worker is not None:
-            if state.changed_from is None:
-                state.changed_from = length
-            else:
-                state.changed_from = min(state.changed_from, length)
-            self._changed.add(state)
+            state.worker.cut(state, length)
 
     def submit(self, sequences: Sequence[GuidedSequence]) -> None:
         self._handle_events()
         previous = self._step
         same = sequences is previous.sequences and type(sequences) is tuple
-        if same and previous.all_ready and not self._changed:
+        if same and previous.all_ready and not self._is_changed:
             step = self._step = _Step(sequences)
             step.parts = previous.parts
         else:
@@ -227,10 +229,7 @@ class Dispatcher:
     def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
         """Begin a step: open the sequences that have no worker, and group the rows by worker."""
         step = self._step = _Step(sequences)
-        for changed in self._changed:
-            if changed.worker is not None and changed.changed_from is not None:
-                changed.worker.edit(changed)
-        self._changed.clear()
+        self._is_changed = False
         rows = dict[int, SequenceState]()
         for row, sequence in enumerate(sequences):
             state = self._sequences.get(sequence.sequence_id)
@@ -261,7 +260,7 @@ class Dispatcher:
 
     def _place(self, state: SequenceState) -> None:
         """Open a sequence, if a worker can take it now. Fail it if it waited too long, or its grammar ends workers."""
-        able = [worker for worker in self.workers if worker.has_slot()]
+        able = [worker for worker in self.workers if worker.free_slot() is not None]
         error = self.refusal(state.grammar.constraint)
         if not able:
             now = time.monotonic()
@@ -311,8 +310,7 @@ class Dispatcher:
         while True:
             for worker in self.workers:
                 worker.request_wakeup()
-                self._changed.update(worker.receive())
-            self._handle_events()
+            self._receive()
             waiting = dict(step.waiting)
             step.waiting.clear()
             self._add_rows(step, waiting)
@@ -328,11 +326,9 @@ class Dispatcher:
     def decided(self, sequence_ids: Collection[int]) -> list[int]:
         if not sequence_ids:
             return []
-        self._handle_events()
-        for worker in self.workers:
-            self._changed.update(worker.receive())
+        self._receive()
         now = time.monotonic()
-        if any(worker.has_slot() for worker in self.workers):
+        if any(worker.free_slot() is not None for worker in self.workers):
             now = math.inf  # those that wait for one can be opened now
         return [sequence_id for sequence_id in sequence_ids if self._is_decided(sequence_id, now)]
 
