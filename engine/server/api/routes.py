@@ -160,6 +160,7 @@ class JobResponse(Response):
         """Run the job. If its constraint is refused, run `Job.relax` and try again."""
         context = self._context
         state = self._request.state
+        relax = self._job.relax
         while True:
             job = self._job
             try:
@@ -180,10 +181,10 @@ class JobResponse(Response):
                         self._is_sent = True
                 return
             except GuidedError as error:
-                if not isinstance(error, InvalidConstraint) or job.relax is None:
+                if not isinstance(error, InvalidConstraint) or relax is None:
                     report(job, error)
                     raise
-                self._job = await context.in_thread(job.relax, error)
+                self._job = await context.in_thread(relax, error)
 
     async def _whole(self, outputs: Outputs, answer: Answer) -> bytes:
         """Return the body of an answer without `stream`."""
