@@ -104,7 +104,7 @@ def _jobs(
     refused: dict[str, list[str]] = {}
     tries = 0
     while True:
-        calls = requested_calls(body, context, wanted.constraint, refused)
+        calls = requested_calls(body, context, wanted, refused)
         form = output_form(body, context, wanted, calls, prompt)
         params = sampling_params(body, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
         job = Job(
@@ -112,7 +112,6 @@ def _jobs(
             http_id,
             [prompt],
             params,
-            wanted.param or (None if calls is None else "tools"),
             body.stream,
             reported=body.reported,
             form=form,
