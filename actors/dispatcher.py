@@ -29,8 +29,10 @@ message."""
 class _Step:
     """One step's rows."""
 
-    def __init__(self, sequences: Sequence[GuidedSequence]) -> None:
+    def __init__(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self.sequences = sequences
+        self.batch = batch
+        """The number of the batch."""
         self.parts: list[StepPart] = []
         self.waiting: dict[int, SequenceState] = {}
         """Rows of sequences that no worker can take now."""
@@ -212,23 +214,23 @@ class Dispatcher:
                 state.changed_from = min(state.changed_from, length)
             self._changed.add(state)
 
-    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self._handle_events()
         previous = self._step
-        same = sequences is previous.sequences and type(sequences) is tuple
-        if same and previous.all_ready and not self._changed:
-            step = self._step = _Step(sequences)
+        is_same = batch is not None and batch == previous.batch
+        if is_same and previous.all_ready and not self._changed:
+            step = self._step = _Step(sequences, batch)
             step.parts = previous.parts
         else:
-            step = self._assign(sequences)
+            step = self._assign(sequences, batch)
         outputs = last_tokens(sequences)
         for part in step.parts:
             part.send_outputs(*outputs)
         send_all(self.workers)
 
-    def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
+    def _assign(self, sequences: Sequence[GuidedSequence], batch: int | None) -> _Step:
         """Begin a step: open the sequences that have no worker, and group the rows by worker."""
-        step = self._step = _Step(sequences)
+        step = self._step = _Step(sequences, batch)
         for changed in self._changed:
             if changed.worker is not None and changed.changed_from is not None:
                 changed.worker.edit(changed)

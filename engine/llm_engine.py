@@ -80,7 +80,7 @@ class LLMEngine:
                 standard = []
             else:
                 standard = [GuidedProcessor(pool)]
-            processor = ProcessorBundle(*standard, *([] if processor is None else [processor]), config=description)
+            processor = ProcessorBundle(*standard, *([] if processor is None else [processor]))
         self.processor = processor
         on_cpu = model.device.type == "cpu"
         self.scheduler = Scheduler(
@@ -283,7 +283,7 @@ class LLMEngine:
         if batch.guided:
             started = time.perf_counter()
             self._prepared = batch
-            self.processor.prepare(batch.guided, batch.guided_rows)
+            self.processor.prepare(batch.guided, batch.guided_rows, batch.number)
             self._preparing = time.perf_counter() - started
             self.stats.prepare_seconds += self._preparing
         self.logits_processors.begin(batch)

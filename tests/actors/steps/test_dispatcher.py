@@ -424,7 +424,7 @@ def test_whatever_happens_a_ready_row_is_the_mask_of_its_output(
         """Rows that go on by the token that is allowed first."""
         rows = tuple(cluster.sequences[number] for number in numbers)
         for _ in range(3):
-            cluster.dispatcher.submit(rows)
+            cluster.dispatcher.submit(rows, batch=len(actions))
             found = outcomes(cluster.dispatcher.collect(1.0), len(rows))
             wanted = [wants["".join(letters[token] for token in row.output_token_ids)] for row in rows]
             assert all(isinstance(a, GuidedError) or a in ("late", b) for a, b in zip(found, wanted, strict=True))
