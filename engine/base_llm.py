@@ -20,7 +20,7 @@ from guided.pools.inline import InlinePool
 from guided.pools.opening import LazyPool
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import MaskPool
-from guided.processors.interface import LogitPostProcessor
+from guided.processors.logit_post_processor import LogitPostProcessor
 from guided.processors.pinned_masks import Pin, pin_masks
 from guided.vocabulary import Vocabulary
 

@@ -15,7 +15,7 @@ from benchmarks.peers.rows import Document, RunningSequence
 from guided.constraint import Constraint
 from guided.errors import DeadEnd, GuidedError
 from guided.pools.protocol import Grammar, MaskPool
-from guided.processors.standard import GuidedProcessor
+from guided.processors.guided_processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 
 COMPILE_SECONDS = 600.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.logits_processors.interface import LogitsProcessor, ModelConfig, SchedulerConfig, VllmConfig, is_revised
 from guided.errors import bounded
-from guided.processors.interface import LogitPostProcessor
+from guided.processors.logit_post_processor import LogitPostProcessor
 from guided.processors.rfc_5423 import RFC5423Adapter, RFC5423Processor
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from guided.processors.interface import LogitPostProcessor, SampledEdit
+from guided.processors.logit_post_processor import LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence, SequenceOutput
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from engine.step.batch import Batch
 from guided.errors import BackendError, WorkerDied
-from guided.processors.interface import LogitPostProcessor, SampledEdit
+from guided.processors.logit_post_processor import LogitPostProcessor, SampledEdit
 from guided.sequence import SequenceOutput
 from tests.engine.conftest import MakeEngine, finish, run
 

@@ -15,7 +15,7 @@ from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError
 from guided.pools.inline import InlinePool
-from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
 from tests.engine.conftest import run
 

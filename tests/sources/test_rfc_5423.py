@@ -28,9 +28,9 @@ from engine.step.logprobs import Logprob
 from engine.step.sequence import SequenceStatus
 from guided.errors import InternalError, PostProcessorFailed, WorkerDied
 from guided.pools.inline import InlinePool
-from guided.processors.bundle import ProcessorBundle
-from guided.processors.interface import ApplyReport, LogitPostProcessor
-from guided.processors.standard import GuidedProcessor
+from guided.processors.guided_processor import GuidedProcessor
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor
+from guided.processors.post_processors import PostProcessors
 from guided.sequence import GuidedSequence
 from tests.engine.conftest import MakeEngine, finish
 
@@ -447,10 +447,10 @@ def test_prepare_gets_what_the_rfc_needs_of_each_row(tiny_model: LoadedModel) ->
             self.seen.update(dict.fromkeys(sequences))
 
     pool, every, some = InlinePool(tiny_model.vocabulary), Looking(True), Looking(False)
-    engine = LLMEngine(tiny_model, pool=pool, processor=ProcessorBundle(GuidedProcessor(pool), every, some))
+    engine = LLMEngine(tiny_model, pool=pool, processor=PostProcessors(GuidedProcessor(pool), every, some))
     groups = engine.add_request("free", [5, 6], FREE), engine.add_request("guided", [7], DIGITS)
     finish(engine)
-    assert order[:4] == [True, False] * 2, "the members of a bundle run in order"
+    assert order[:4] == [True, False] * 2, "the members run in order"
     assert [one.request_id for one in some.seen] == ["guided"]
     for one, group in zip(every.seen, groups, strict=True):
         data = group.sequences[0].data

@@ -21,8 +21,8 @@ from guided.bitmask import pack, words
 from guided.errors import GuidedError, InternalError, TokenRejected, bounded
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.protocol import Grammar, MaskPool
-from guided.processors.interface import ApplyReport
-from guided.processors.standard import GuidedProcessor
+from guided.processors.guided_processor import GuidedProcessor
+from guided.processors.logit_post_processor import ApplyReport
 from guided.sequence import GuidedSequence
 
 _log = logging.getLogger("guided.integrations")

@@ -17,8 +17,8 @@ from guided.constraint import Constraint
 from guided.errors import BackendError
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import StepMasks
-from guided.processors.interface import ApplyReport
-from guided.processors.standard import FIRST_MASK_SECONDS, DecodeStep, GuidedProcessor, decode_step
+from guided.processors.guided_processor import FIRST_MASK_SECONDS, DecodeStep, GuidedProcessor, decode_step
+from guided.processors.logit_post_processor import ApplyReport
 from guided.sequence import GuidedSequence
 
 WIDTH = LETTERS.padded_vocab_size

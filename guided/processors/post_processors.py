@@ -1,4 +1,4 @@
-"""ProcessorBundle: several post-processors behind the interface of one, none of which can stop the engine.
+"""PostProcessors: several post-processors behind the interface of one, none of which can stop the engine.
 
 RFC 5423: an engine has one `LogitPostProcessor`; "it's easy to write a LogitPostProcessor that bundles an arbitrary
 number", and "if any logit processor is failed, we will mark the relevant seq_group as failed".
@@ -17,7 +17,7 @@ import numpy as np
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InternalError, PostProcessorFailed, bounded
 from guided.pools.protocol import Grammar
-from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence, SequenceOutput
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Member:
-    """A post-processor of a bundle, and its rows of the batch."""
+    """One of an engine's post-processors, and its rows of the batch."""
 
     def __init__(self, processor: LogitPostProcessor) -> None:
         self.processor = processor
@@ -37,7 +37,7 @@ class _Member:
         self.error: GuidedError | None = None
         """The error that it has raised in `prepare` or `apply` of this step."""
         self._places: list[int] = []
-        """Places of its rows among those of the bundle."""
+        """Places of its rows in the batch."""
 
     def select(self, sequences: Sequence[GuidedSequence], logits_rows: NDArray[np.intp]) -> None:
         """Select the member's rows of a new batch."""
@@ -80,7 +80,7 @@ class _Member:
         return PostProcessorFailed(f"the post-processor {name} failed in {method}: {bounded(repr(error))}")
 
 
-class ProcessorBundle(LogitPostProcessor):
+class PostProcessors(LogitPostProcessor):
     """Calls its members in order. A row is sampled only if every member is done with it.
 
     An exception of a member ends the requests of which it has a row in this step (`ApplyReport.failed`, or `failures`

@@ -4,8 +4,7 @@
     logits = model(...)                # meanwhile
     report = processor.apply(logits)   # change the logits, in place
 
-`GuidedProcessor` (`standard.py`) is the standard implementation. `ProcessorBundle` (`bundle.py`) combines it with an
-application's own.
+`GuidedProcessor` is the standard implementation. `PostProcessors` combines it with an application's own.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from guided.backends import candidates
 from guided.bitmask import pack, words
 from guided.constraint import Constraint
 from guided.pools.protocol import Grammar, MaskPool, StepMasks
-from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processors.kernel import BitmaskKernel, end_of_work
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence, SequenceOutput
 
 if TYPE_CHECKING:
