@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.logits_processors.interface import LogitsProcessor, ModelConfig, SchedulerConfig, VllmConfig, is_revised
 from guided.errors import bounded
 from guided.processors.logit_post_processor import LogitPostProcessor
-from guided.processors.rfc_5423 import RFC5423Adapter, RFC5423Processor
+from guided.processors.rfc_5423 import RFC5423Adapter, is_literal
 
 if TYPE_CHECKING:
     from engine.model.loader import LoadedModel  # slow: transformers
@@ -57,7 +57,7 @@ def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConf
     else:
         kind = type(loaded)
     name = kind.__name__
-    if not issubclass(kind, LogitPostProcessor | RFC5423Processor):
+    if not issubclass(kind, LogitPostProcessor) and not is_literal(kind):
         raise ValueError(f"{name} is not a subclass of guided.LogitPostProcessor (give an object, or module:Class)")
     try:
         if loaded is kind:
@@ -67,9 +67,11 @@ def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConf
                 loaded = kind(config)
             else:
                 loaded = kind()
-        processor = loaded if isinstance(loaded, LogitPostProcessor) else RFC5423Adapter(loaded, config)
+        if is_literal(kind):
+            loaded = RFC5423Adapter(loaded, config)
     except Exception as error:
         raise ValueError(f"the post-processor {name} can't be made: {bounded(repr(error))}") from error
+    processor: LogitPostProcessor = loaded
     _check_methods(processor)
     return processor
 

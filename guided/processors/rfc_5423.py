@@ -13,7 +13,7 @@ A class of your own better derives from `guided.LogitPostProcessor`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from guided.processors.logit_post_processor import LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence, SequenceOutput
@@ -24,25 +24,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@runtime_checkable
-class RFC5423Processor(Protocol):
-    """The RFC's class."""
-
-    def initialize(self, logit_processor_config: Any) -> None: ...
-
-    def prepare(self, seq_group_metadata_list: Any) -> None: ...
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor: ...
+def is_literal(kind: type) -> bool:
+    """Return whether a class is written literally as in the RFC."""
+    if issubclass(kind, LogitPostProcessor):
+        return False
+    return all(hasattr(kind, method) for method in ("initialize", "prepare", "apply"))
 
 
 class RFC5423Adapter(LogitPostProcessor):
-    """A `LogitPostProcessor` that calls `processor`, a literal one, which may set `all_rows` and `max_rollback` too.
+    """A `LogitPostProcessor` that calls the methods of the RFC's class.
 
     Args:
+        processor: an object with these methods. It may set `all_rows` and `max_rollback` too.
         config: the argument of its `initialize`.
     """
 
-    def __init__(self, processor: RFC5423Processor, config: object) -> None:
+    def __init__(self, processor: Any, config: object) -> None:
         self._processor = processor
         self.all_rows = getattr(processor, "all_rows", True)
         self.max_rollback = getattr(processor, "max_rollback", 0)
