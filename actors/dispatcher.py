@@ -24,6 +24,8 @@ from guided.sequence import GuidedSequence, VetoReport
 _LOOK_SECONDS = 0.001
 """Poll interval while waiting for masks, workers and slots: a worker that finishes just before `wake` is set sends no
 message."""
+_SHORT_SECONDS = 0.0001
+"""The same, in the last millisecond before a deadline."""
 
 
 class _Step:
@@ -326,7 +328,12 @@ class Dispatcher:
             now = time.monotonic()
             if not undecided or now >= deadline:
                 return undecided
-            polled = self._poller.poll(math.ceil(1000 * min(_LOOK_SECONDS, deadline - now)))
+            if deadline - now < _LOOK_SECONDS:  # `poll` waits for whole milliseconds
+                time.sleep(min(_SHORT_SECONDS, deadline - now))
+                timeout = 0.0
+            else:
+                timeout = 1000 * _LOOK_SECONDS
+            polled = self._poller.poll(timeout)
             if any(happened & select.POLLHUP for _, happened in polled):  # a supervisor is about to announce its end
                 time.sleep(_LOOK_SECONDS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -57,6 +58,18 @@ def test_a_backend_that_holds_the_lock_has_an_actor_of_its_own(cluster: Cluster)
     cluster.open(8)
     cluster.step((8, ""))
     assert cluster.where(8) == 1
+
+
+def test_a_wait_of_less_than_a_millisecond_ends_in_time(cluster: Cluster) -> None:
+    """The quickest of some: the machine may be busy."""
+    cluster.open(1, grammar="slow")
+    cluster.submit((1, "a"))
+    seconds: list[float] = []
+    for _ in range(20):
+        started = time.perf_counter()
+        assert cluster.collect(0.0002) == ["late"]
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.0006
 
 
 def test_a_large_frame_arrives_while_all_rows_are_late(cluster: Cluster) -> None:
