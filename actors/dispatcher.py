@@ -25,13 +25,17 @@ from guided.sequence import GuidedSequence, VetoReport
 _LOOK_SECONDS = 0.001
 """Poll interval while waiting for masks, workers and slots: a worker that finishes just before `wake` is set sends no
 message."""
+_SHORT_SECONDS = 0.0001
+"""The same, in the last millisecond before a deadline."""
 
 
 class _Step:
     """One step's rows."""
 
-    def __init__(self, sequences: Sequence[GuidedSequence]) -> None:
+    def __init__(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self.sequences = sequences
+        self.batch = batch
+        """The number of the batch."""
         self.parts: list[StepPart] = []
         self.waiting: dict[int, SequenceState] = {}
         """Rows of sequences that no worker can take now."""
@@ -212,23 +216,23 @@ class Dispatcher:
         if state is not None and state.worker is not None:
             state.worker.cut(state, length)
 
-    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self._handle_events()
         previous = self._step
-        same = sequences is previous.sequences and type(sequences) is tuple
-        if same and previous.all_ready and not self._is_changed:
-            step = self._step = _Step(sequences)
+        is_same = batch is not None and batch == previous.batch
+        if is_same and previous.all_ready and not self._is_changed:
+            step = self._step = _Step(sequences, batch)
             step.parts = previous.parts
         else:
-            step = self._assign(sequences)
+            step = self._assign(sequences, batch)
         outputs = last_tokens(sequences)
         for part in step.parts:
             part.send_outputs(*outputs)
         send_all(self.workers)
 
-    def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
+    def _assign(self, sequences: Sequence[GuidedSequence], batch: int | None) -> _Step:
         """Begin a step: open the sequences that have no worker, and group the rows by worker."""
-        step = self._step = _Step(sequences)
+        step = self._step = _Step(sequences, batch)
         self._is_changed = False
         rows = dict[int, SequenceState]()
         for row, sequence in enumerate(sequences):
@@ -319,7 +323,12 @@ class Dispatcher:
             now = time.monotonic()
             if not undecided or now >= deadline:
                 return undecided
-            polled = self._poller.poll(math.ceil(1000 * min(_LOOK_SECONDS, deadline - now)))
+            if deadline - now < _LOOK_SECONDS:  # `poll` waits for whole milliseconds
+                time.sleep(min(_SHORT_SECONDS, deadline - now))
+                timeout = 0.0
+            else:
+                timeout = 1000 * _LOOK_SECONDS
+            polled = self._poller.poll(timeout)
             if any(happened & select.POLLHUP for _, happened in polled):  # a supervisor is about to announce its end
                 time.sleep(_LOOK_SECONDS)
 

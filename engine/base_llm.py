@@ -19,7 +19,7 @@ from engine.model.loader import LoadedModel, load_model
 from guided.pools.inline import InlinePool
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import MaskPool
-from guided.processors.interface import LogitPostProcessor
+from guided.processors.logit_post_processor import LogitPostProcessor
 from guided.processors.pinned_masks import Pin, pin_masks
 from guided.vocabulary import Vocabulary
 

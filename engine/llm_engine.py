@@ -21,8 +21,8 @@ from engine.admission import Admission, Prompt
 from engine.beams import advance_beams, show_result
 from engine.config import EngineConfig
 from engine.keywords import refuse_unknown, without_neutral
+from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
 from engine.logits_processors.loading import describe, load_classes
-from engine.logits_processors.processors import LogitsProcessors
 from engine.memory.block_manager import BlockManager
 from engine.memory.kv_cache import plan_cache
 from engine.model.loader import LoadedModel
@@ -37,9 +37,9 @@ from engine.step.scheduler import Scheduler
 from engine.step.sequence import SequenceGroup, SequenceStatus
 from guided.errors import BackendError, DeadEnd, GuidedError, InternalError, PostProcessorFailed, bounded
 from guided.pools.protocol import CLIENT, Grammar, MaskPool
-from guided.processors.bundle import ProcessorBundle
-from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
-from guided.processors.standard import GuidedProcessor
+from guided.processors.guided_processor import GuidedProcessor
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processors.post_processors import PostProcessors
 from guided.sequence import SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -73,14 +73,14 @@ class LLMEngine:
         )
         self.runner.start(self.blocks)
         description = describe(model, config, self.max_model_len)
-        self.logits_processors = LogitsProcessors(description, model.device, load_classes(config))
+        self.logits_processors = CustomLogitsProcessors(description, model.device, load_classes(config))
         self.sampler = Sampler(self.logits_processors, model.vocabulary.stop_token_ids)
-        if not isinstance(processor, ProcessorBundle):  # it contains the exceptions of its members
+        if not isinstance(processor, PostProcessors):  # it contains the exceptions of its members
             if pool is None or isinstance(processor, GuidedProcessor):
                 standard = []
             else:
                 standard = [GuidedProcessor(pool)]
-            processor = ProcessorBundle(*standard, *([] if processor is None else [processor]), config=description)
+            processor = PostProcessors(*standard, *([] if processor is None else [processor]))
         self.processor = processor
         on_cpu = model.device.type == "cpu"
         self.scheduler = Scheduler(
@@ -283,7 +283,7 @@ class LLMEngine:
         if batch.guided:
             started = time.perf_counter()
             self._prepared = batch
-            self.processor.prepare(batch.guided, batch.guided_rows)
+            self.processor.prepare(batch.guided, batch.guided_rows, batch.number)
             self._preparing = time.perf_counter() - started
             self.stats.prepare_seconds += self._preparing
         self.logits_processors.begin(batch)

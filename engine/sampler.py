@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.logits_processors.processors import LogitsProcessors
+from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
 from engine.sampling_params import GREEDY_BELOW
 from engine.step.batch import Batch
 from engine.step.logprobs import TokenLogprobs
@@ -64,7 +64,7 @@ class Sampler:
     """Call once per step: `adjust` before the mask, `sample` after it. `stop_token_ids` are the model's own. Raw
     log-probabilities are those before bias, penalties, mask and temperature (vLLM's default)."""
 
-    def __init__(self, processors: LogitsProcessors, stop_token_ids: Collection[int]) -> None:
+    def __init__(self, processors: CustomLogitsProcessors, stop_token_ids: Collection[int]) -> None:
         self.processors = processors
         self._stop_token_ids = stop_token_ids
         self._penalties: _Penalties | None = None

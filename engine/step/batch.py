@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
 
 from engine.sampling_params import SamplingParams
 from engine.step.sequence import Sequence
+
+_numbers = count()  # shared by the engines of a process: they may use one pool
 
 
 @dataclass(slots=True)
@@ -57,6 +60,8 @@ class Batch:
         self.decodes = decodes
         self.kept = kept
         self.copies = copies
+        self.number = next(_numbers)
+        """Another one for each object: the rows of a batch don't change."""
         self.is_repeatable = True
         """The next step may use this object again."""
         self.sequences = decodes

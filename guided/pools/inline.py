@@ -95,7 +95,7 @@ class InlinePool:
         if length < self._worker.length(sequence_id):
             self._worker.edit(sequence_id, length, ())
 
-    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self._step = sequences
 
     def collect(self, deadline: float | None = None) -> StepMasks:

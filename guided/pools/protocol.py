@@ -209,11 +209,13 @@ class MaskPool(Protocol):
         Not needed for an output that is only shorter. Unknown ids are ignored.
         """
 
-    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         """Send one step's new tokens to the workers; return in microseconds. `collect` follows.
 
         Args:
-            sequences: open sequences, each at most once. A tuple that is passed again, the same object, costs least.
+            sequences: open sequences, each at most once.
+            batch: the number of the batch. The same number again, which is the fastest, means that they are the same
+                sequences. None: they may be others. Callers that share a pool use different numbers.
         """
 
     def collect(self, deadline: float | None = None) -> StepMasks:

@@ -67,10 +67,10 @@ class FaultyPool(InlinePool):
             self._asked.pop(sequence_id, None)
         super().free(sequence_ids)
 
-    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self._rows = sequences
         self._computed = None
-        super().submit(sequences)
+        super().submit(sequences, batch)
 
     def collect(self, deadline: float | None = None) -> StepMasks:
         step = self._computed or super().collect(deadline)

@@ -21,8 +21,8 @@ from guided.bitmask import pack, words
 from guided.errors import GuidedError, InternalError, TokenRejected, bounded
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.protocol import Grammar, MaskPool
-from guided.processors.interface import ApplyReport
-from guided.processors.standard import GuidedProcessor
+from guided.processors.guided_processor import GuidedProcessor
+from guided.processors.logit_post_processor import ApplyReport
 from guided.sequence import GuidedSequence
 
 _log = logging.getLogger("guided.integrations")
@@ -94,7 +94,10 @@ class Masker:
         """Indices of the step's rows after a stop token, or after an invalid draft token."""
         self._prepared: dict[int, int] = {}
         """Sequence id -> index of its row, for the rows that were prepared."""
-        self._sequences: tuple[GuidedSequence, ...] = ()
+        self._batch: tuple[list[GuidedSequence], list[int]] = ([], [])
+        """The sequences of the last step, and their lines."""
+        self._number = 0
+        """The number of this batch."""
         self._in_step = False
         """The processor has a prepared step."""
 
@@ -160,9 +163,11 @@ class Masker:
                 sequence = self._sequence(row)
                 self._prepared[sequence.sequence_id] = index
                 sequences.append(sequence)
-        if self._sequences != tuple(sequences):  # the same tuple again costs least
-            self._sequences = tuple(sequences)
-        processor.prepare(self._sequences, [rows[index].line for index in self._prepared.values()])
+        batch = (sequences, [rows[index].line for index in self._prepared.values()])
+        if batch != self._batch:
+            self._batch = batch
+            self._number += 1
+        processor.prepare(*batch, self._number)
         self._in_step = True
 
     def _sequence(self, row: GuidedRow) -> GuidedSequence:
@@ -218,6 +223,7 @@ class Masker:
             row = self._rows[index]
             if row.drafts and isinstance(error, TokenRejected):
                 self._discarded.add(index)  # vLLM rejects the draft token in the row before
+                self._number += 1  # the sequence is opened again
             else:
                 self.fail(row.request, error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -57,6 +58,18 @@ def test_a_backend_that_holds_the_lock_has_an_actor_of_its_own(cluster: Cluster)
     cluster.open(8)
     cluster.step((8, ""))
     assert cluster.where(8) == 1
+
+
+def test_a_wait_of_less_than_a_millisecond_ends_in_time(cluster: Cluster) -> None:
+    """The quickest of some: the machine may be busy."""
+    cluster.open(1, grammar="slow")
+    cluster.submit((1, "a"))
+    seconds: list[float] = []
+    for _ in range(20):
+        started = time.perf_counter()
+        assert cluster.collect(0.0002) == ["late"]
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.0006
 
 
 def test_a_large_frame_arrives_while_all_rows_are_late(cluster: Cluster) -> None:
@@ -423,7 +436,7 @@ def test_whatever_happens_a_ready_row_is_the_mask_of_its_output(
         """Rows that go on by the token that is allowed first."""
         rows = tuple(cluster.sequences[number] for number in numbers)
         for _ in range(3):
-            cluster.dispatcher.submit(rows)
+            cluster.dispatcher.submit(rows, batch=len(actions))
             found = outcomes(cluster.dispatcher.collect(1.0), len(rows))
             wanted = [wants["".join(letters[token] for token in row.output_token_ids)] for row in rows]
             assert all(isinstance(a, GuidedError) or a in ("late", b) for a, b in zip(found, wanted, strict=True))

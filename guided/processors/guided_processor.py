@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -17,9 +17,9 @@ from guided.backends import candidates
 from guided.bitmask import pack, words
 from guided.constraint import Constraint
 from guided.pools.protocol import Grammar, MaskPool, StepMasks
-from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processors.kernel import BitmaskKernel, end_of_work
-from guided.sequence import GuidedSequence
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.sequence import GuidedSequence, SequenceOutput
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +29,6 @@ FIRST_MASK_SECONDS = 0.1
 """Minimum deadline for a step's first mask if no other row can be sampled. It delays new requests by up to this."""
 _LOOK_SECONDS = 0.0002
 """Interval between looks at masks and device."""
-
-
-@dataclass(slots=True)
-class _Request:
-    future: Future[Grammar]
-    sequences: set[int] = field(default_factory=set)
 
 
 class GuidedProcessor(LogitPostProcessor):
@@ -47,13 +41,14 @@ class GuidedProcessor(LogitPostProcessor):
         self._kernel = BitmaskKernel()
         self.vocabulary = pool.vocabulary
         """Of the masks."""
-        self._requests: dict[str, _Request] = {}
-        self._request_ids: dict[int, str] = {}
-        """Request id of each open sequence."""
-        self._timed: set[int] = set()
-        """Ids of open sequences with `mask_seconds`."""
-        self._opened: tuple[GuidedSequence, ...] | None = None
-        """The last prepared tuple, as long as all its sequences are open."""
+        self._grammars: dict[str, Future[Grammar]] = {}
+        """The grammars of requests, by request id."""
+        self._sequences: dict[int, GuidedSequence] = {}
+        """The open sequences, by id."""
+        self._batch: int | None = None
+        """The number of the last batch."""
+        self._is_timed = False
+        """Whether a sequence of the batch has `mask_seconds`."""
         self._prepared: Sequence[GuidedSequence] | None = None
         """Sequences of the prepared step, until `apply` or `collect` finishes it."""
         self._logits_rows: NDArray[np.intp] | None = None
@@ -62,51 +57,53 @@ class GuidedProcessor(LogitPostProcessor):
         self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
 
     def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
-        if request_id in self._requests:
+        if request_id in self._grammars:
             raise ValueError(f"request {request_id!r} is already initialized")
         future = self._pool.compile(constraint, candidates(constraint.kind, backend))
-        self._requests[request_id] = _Request(future)
+        self._grammars[request_id] = future
         return future
 
     def prepare(
-        self, sequences: Sequence[GuidedSequence], logits_rows: NDArray[np.intp] | Sequence[int] | None = None
+        self,
+        sequences: Sequence[GuidedSequence],
+        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
+        batch: int | None = None,
     ) -> None:
         if self._prepared is not None:
             raise RuntimeError("prepare() was called twice without apply() between")
-        if sequences is not self._opened:
-            known = self._request_ids
-            unknown = [each for each in sequences if known.get(each.sequence_id) != each.request_id]
-            if len({each.sequence_id for each in sequences}) < len(sequences):
-                raise ValueError("a sequence id occurs twice in this step: each sequence needs its own")
-            if unknown:
-                self._open(unknown)
-            if isinstance(sequences, tuple):
-                self._opened = sequences
+        if batch is None or batch != self._batch:
+            self._open(sequences)
+            if logits_rows is None:
+                self._logits_rows = None
             else:
-                self._opened = None
-        if logits_rows is None:
-            self._logits_rows = None
-        else:
-            self._logits_rows = np.asarray(logits_rows, np.intp)
+                self._logits_rows = np.asarray(logits_rows, np.intp)
+            self._batch = batch
         self._kernel.wait()  # the workers overwrite the masks
-        self._pool.submit(sequences)
+        self._pool.submit(sequences, batch)
         self._prepared = sequences
 
-    def _open(self, sequences: Iterable[GuidedSequence]) -> None:
+    def _open(self, sequences: Sequence[GuidedSequence]) -> None:
+        """Open the sequences that are not open."""
+        if len({sequence.sequence_id for sequence in sequences}) < len(sequences):
+            raise ValueError("a sequence id occurs twice in this step: each sequence needs its own")
+        self._is_timed = False
         for sequence in sequences:
-            if sequence.sequence_id in self._request_ids:
-                owner = self._request_ids[sequence.sequence_id]
-                raise ValueError(f"sequence id {sequence.sequence_id} belongs to request {owner!r}: free that first")
-            request = self._requests.get(sequence.request_id)
-            if request is None:
-                raise ValueError(f"request {sequence.request_id!r} is not initialized")
-            if not request.future.done():
-                raise ValueError(f"the grammar of request {sequence.request_id!r} is still being compiled")
-            self._pool.open(sequence, request.future.result(timeout=0))
-            request.sequences.add(sequence.sequence_id)
-            self._request_ids[sequence.sequence_id] = sequence.request_id
-            if sequence.mask_seconds is not None:
-                self._timed.add(sequence.sequence_id)
+            self._is_timed |= sequence.mask_seconds is not None
+            known = self._sequences.get(sequence.sequence_id)
+            if known is None:
+                self._pool.open(sequence, self._grammar(sequence.request_id))
+                self._sequences[sequence.sequence_id] = sequence
+            elif known.request_id != sequence.request_id:
+                owner = f"belongs to request {known.request_id!r}"
+                raise ValueError(f"sequence id {sequence.sequence_id} {owner}: free that first")
+
+    def _grammar(self, request_id: str) -> Grammar:
+        future = self._grammars.get(request_id)
+        if future is None:
+            raise ValueError(f"request {request_id!r} is not initialized")
+        if not future.done():
+            raise ValueError(f"the grammar of request {request_id!r} is still being compiled")
+        return future.result()
 
     def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport:
         width = self.vocabulary.padded_vocab_size
@@ -194,7 +191,7 @@ class GuidedProcessor(LogitPostProcessor):
         self._forced = [(sequences[row], len(sequences[row].output_token_ids), run) for row, run in step.forced.items()]
         report.vetoes = {sequences[row].sequence_id: veto for row, veto in step.vetoes.items()}
         report.late = [sequences[row].sequence_id for row in step.late]
-        if self._timed:
+        if self._is_timed:
             for part in step.ready:
                 for slot, row in zip(part.slots, part.rows, strict=True):
                     if (sequence := sequences[row]).mask_seconds is not None:
@@ -210,12 +207,14 @@ class GuidedProcessor(LogitPostProcessor):
         late.update(sequence.sequence_id for sequence in sequences)
         while not self._pool.decided(late) and time.perf_counter() < until:
             time.sleep(_LOOK_SECONDS)
-        self._pool.submit(sequences)
+        self._pool.submit(sequences, self._batch)
         step = self._pool.collect(0.0)
         step.seconds += seconds
         return step
 
-    def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+    def edits(
+        self, sequences: Sequence[GuidedSequence], samples: Sequence[SequenceOutput | None] = ()
+    ) -> dict[int, SampledEdit]:
         """Append the tokens that have no alternative, if the pool looks ahead."""
         edits: dict[int, SampledEdit] = {}
         for sequence, length, (first, *others) in self._forced:
@@ -228,9 +227,8 @@ class GuidedProcessor(LogitPostProcessor):
         return self._pool.decided(sequence_ids)
 
     def free(self, request_id: str) -> None:
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self._close(list(request.sequences))
+        self._grammars.pop(request_id, None)
+        self._close([number for number, sequence in self._sequences.items() if sequence.request_id == request_id])
 
     def rollback(self, sequence_id: int, length: int) -> None:
         self._pool.rollback(sequence_id, length)
@@ -241,12 +239,8 @@ class GuidedProcessor(LogitPostProcessor):
     def _close(self, sequence_ids: Collection[int]) -> None:
         self._kernel.wait()  # other sequences get their slots
         self._pool.free(sequence_ids)
-        self._timed.difference_update(sequence_ids)
-        self._opened = None  # a freed sequence that is prepared again is opened again
         for sequence_id in sequence_ids:
-            request = self._requests.get(self._request_ids.pop(sequence_id, ""))
-            if request is not None:
-                request.sequences.discard(sequence_id)
+            self._sequences.pop(sequence_id, None)
 
 
 @dataclass(slots=True)
