@@ -205,7 +205,7 @@ class LLMEngine:
                 sampled = self.sample(logits, batch, report)
                 self.append(sampled, batch)
                 self.stats.note_step(time.perf_counter() - started, report.wait_seconds, batch.computes)
-        self.stats.late = sum(sequence.is_late for sequence in self.scheduler.skipped)
+        self.stats.late = len(self.scheduler.late)
         changed = self._changed
         self._changed = {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished()]
@@ -232,7 +232,6 @@ class LLMEngine:
             if sequence in self.scheduler.running:
                 sequence.computed = 0
                 self.scheduler.preempt(sequence)
-        batch.is_repeatable = False
         if self._prepared is not None:  # the post-processor expects an `apply` for it
             width = self.model.vocabulary.padded_vocab_size
             self.apply(torch.zeros(len(self._prepared.sequences), width), self._prepared)
@@ -245,10 +244,10 @@ class LLMEngine:
         for request_id, error in self.processor.failures().items():
             if request_id in self.groups:
                 self._fail(self.groups[request_id], error)
-        if self.scheduler.skipped:
+        if self.scheduler.late:
             self.scheduler.resume(self.processor.decided())
         batch = self.scheduler.schedule()
-        if batch.is_empty and self.scheduler.skipped:
+        if batch.is_empty and self.scheduler.late:
             self.scheduler.resume()
             batch = self.scheduler.schedule()
         return batch
@@ -267,8 +266,8 @@ class LLMEngine:
             group.checked = grammar.checked
             if grammar.checked and not group.sampling_params.use_beam_search:
                 for sequence in group.sequences:
-                    if sequence.guided is not None:
-                        sequence.guided.final = 0
+                    if sequence.view is not None:
+                        sequence.view.final = 0
             group.compiled_time = time.monotonic()
         except Exception as error:
             other = BackendError(f"compiling failed: {bounded(repr(error))}")
@@ -280,10 +279,10 @@ class LLMEngine:
 
     def prepare(self, batch: Batch) -> None:
         """Ask the post-processor for the masks of constrained rows, and announce the batch to the logits processors."""
-        if batch.guided:
+        if batch.processed:
             started = time.perf_counter()
             self._prepared = batch
-            self.processor.prepare(batch.guided, batch.guided_rows)
+            self.processor.prepare(batch.processed, batch.processed_rows)
             self._preparing = time.perf_counter() - started
             self.stats.prepare_seconds += self._preparing
         self.logits_processors.begin(batch)
@@ -305,83 +304,82 @@ class LLMEngine:
         """Add the log-probabilities of tokens `first` to `last` of a chunk's sequence."""
         sequence = chunk.sequences[0]
         params = sequence.params
-        of_prompt = first < len(sequence.data.prompt_token_ids)
+        of_prompt = first < len(sequence.prompt_token_ids)
         count = (params.prompt_logprobs if of_prompt else params.logprobs) or 0
         for begin in range(first, last, _SCORED_ROWS):
             end = min(last, begin + _SCORED_ROWS)
             rows = range(chunk.row + begin - 1 - chunk.start, chunk.row + end - 1 - chunk.start)
             logprobs = self.runner.compute_logits(self.runner.select(hidden, list(rows))).log_softmax(-1)
-            own = torch.tensor(sequence.data.span(begin, end), device=hidden.device)
+            own = torch.tensor(sequence.span(begin, end), device=hidden.device)
             entries = ranked_logprobs(logprobs, own, [count] * len(own))
             if of_prompt:
                 sequence.group.prompt_logprobs += entries
             else:
                 for each in entries:
-                    sequence.add_score(each)
+                    sequence.record.add_score(each, sequence.record.num_scored(sequence.num_output_tokens))
 
     def apply(self, logits: torch.Tensor, batch: Batch) -> ApplyReport:
         """Wait for the masks until the step's deadline, and apply them to `logits` in place."""
-        if not batch.guided:
+        if not batch.processed:
             return ApplyReport()
         report = self.processor.apply(logits, max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step))
         self._prepared = None
         self.stats.note_masks(report)
         for row in batch.measured:
-            if (details := batch.sequences[row].details) is not None:
+            if (details := batch.sequences[row].record.details) is not None:
                 details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
 
     def sample(self, logits: torch.Tensor, batch: Batch, report: ApplyReport) -> SamplerOutput:
-        """Sample a token for each row. Rows with a failed mask or logits processor are skipped, and their groups end.
-        Rows with a late mask are skipped, and their sequences do not run until it is ready."""
-        skipped: frozenset[int] = frozenset()
+        """Sample a token for each row. Groups of rows with a failed mask or logits processor end. The sequences
+        of rows with a late mask do not run until it is ready."""
+        unsampled: frozenset[int] = frozenset()
         if report.failed or report.late or report.vetoes or self.logits_processors.failed or batch.beams:
-            skipped = self._skip(batch, report)
-        sampled = self.sampler.sample(logits, batch, skipped)
+            unsampled = self._unsampled(batch, report)
+        sampled = self.sampler.sample(logits, batch, unsampled)
         if batch.searched:
             stop_logits = logits[:, self.model.vocabulary.stop_token_ids[0]].tolist()
             for row, free_places in batch.searched:
-                if row not in skipped and stop_logits[row] > -math.inf:
+                if row not in unsampled and stop_logits[row] > -math.inf:
                     free_places.add(batch.sequences[row].num_output_tokens)
-        masked = {row: mass for row, (_, mass) in sampled.measured.items() if batch.sequences[row].guided is not None}
-        self.stats.note_kept_mass(masked.values())
+        constrained = sampled.measured.keys() & set(batch.constrained)
+        self.stats.note_kept_mass(sampled.measured[row][1] for row in constrained)
         for row, failure in self.logits_processors.failed.items():
             self._fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
             reason: GuidedError = InternalError("no token of this step has a finite logit")
-            if batch.sequences[row].restriction is not None:
+            if batch.sequences[row].group.restriction is not None:
                 reason = DeadEnd("allowed_token_ids or bad_words forbid every token that the constraint allows")
             self._fail(batch.sequences[row].group, reason)
         return sampled
 
-    def _skip(self, batch: Batch, report: ApplyReport) -> frozenset[int]:
+    def _unsampled(self, batch: Batch, report: ApplyReport) -> frozenset[int]:
         """End the groups of failed rows, take back what is vetoed, and note the late rows. Returns these rows."""
         late_ids = set(report.late)
         late: list[int] = []
-        skipped = set(self.logits_processors.failed)
-        for row in batch.guided_rows.tolist():
+        failed = set(self.logits_processors.failed)
+        for row in batch.processed_rows.tolist():
             sequence = batch.sequences[row]
             error = report.failed.get(sequence.seq_id)
             if error is not None:
                 self._fail(sequence.group, error)
-                skipped.add(row)
+                failed.add(row)
             elif (veto := report.vetoes.get(sequence.seq_id)) is not None:
                 self._take_back(batch, row, sequence.num_output_tokens - veto.length)
-                sequence.vetoes[veto.keyword] += 1
+                sequence.record.vetoes[veto.keyword] += 1
                 self.stats.vetoes[veto.keyword] += 1
-                skipped.add(row)
+                failed.add(row)
             elif sequence.seq_id in late_ids:
                 late.append(row)
         self.stats.late_rows += len(late)
-        return frozenset(skipped) | self.scheduler.skip(batch, late, skipped)
+        return self.scheduler.delay(batch, late, failed) | failed
 
     def append(self, sampled: SamplerOutput, batch: Batch) -> None:
         """Append the tokens, apply the post-processor's edits, continue beams, end what is complete."""
         any_ended = self._append_tokens(sampled, batch)
-        if batch.guided:
+        if batch.processed:
             any_ended |= self._follow_edits(sampled, batch)
         if batch.beams:
-            batch.is_repeatable = False  # penalties are counted again
             for group, finished in advance_beams(sampled, batch, self.blocks, self.processor).items():
                 self._forget(group)
                 show_result(group, finished)
@@ -393,13 +391,13 @@ class LLMEngine:
         changed = self._changed
         now = time.monotonic()
         running = SequenceStatus.RUNNING
-        skipped = sampled.skipped
+        unsampled = sampled.unsampled
         logprobs = sampled.logprobs
         measured = sampled.measured
         plain = not logprobs and not measured
         any_ended = False
         for row, (sequence, token) in enumerate(zip(batch.sequences, sampled.token_ids, strict=True)):
-            if row in skipped or sequence.status is not running:
+            if row in unsampled or sequence.status is not running:
                 continue
             group = sequence.group
             changed[group] = None
@@ -414,21 +412,20 @@ class LLMEngine:
 
     def _follow_edits(self, sampled: SamplerOutput, batch: Batch) -> bool:
         """Apply the edits that the post-processor requests. Returns whether a sequence has ended."""
-        skipped = sampled.skipped
+        unsampled = sampled.unsampled
         samples: list[SequenceOutput | None] = []
         if self.processor.needs_samples:
-            for row, sequence in zip(batch.guided_rows.tolist(), batch.guided, strict=True):
-                has_sample = row not in skipped and not batch.sequences[row].params.use_beam_search
+            for row, sequence in zip(batch.processed_rows.tolist(), batch.processed, strict=True):
+                has_sample = row not in unsampled and not batch.sequences[row].params.use_beam_search
                 samples.append(sampled.sample_of(row, sequence.sequence_id) if has_sample else None)
-        wanted = self.processor.edits(batch.guided, samples)
+        wanted = self.processor.edits(batch.processed, samples)
         if not wanted:
             return False
-        batch.is_repeatable = False  # penalties are counted again
         any_ended = False
-        for row in batch.guided_rows.tolist():
+        for row in batch.processed_rows.tolist():
             sequence = batch.sequences[row]
             edit = wanted.get(sequence.seq_id)
-            if edit is None or row in skipped or sequence.is_finished() or sequence.params.use_beam_search:
+            if edit is None or row in unsampled or sequence.is_finished() or sequence.params.use_beam_search:
                 continue
             try:
                 self._follow(edit, batch, row)
@@ -442,9 +439,8 @@ class LLMEngine:
         """Remove the last `count` output tokens of a row: from output, blocks and matcher. `again`: compute the token
         before them again, because a token that is appended is scored by the step that computes the one before it."""
         sequence = batch.sequences[row]
-        batch.is_repeatable = False  # penalties are counted again
-        sequence.roll_back(count)
-        self.scheduler.rewind(batch, row, again)
+        sequence.rollback(count)
+        self.scheduler.rollback(batch, row, again)
         self.processor.rollback(sequence.seq_id, sequence.num_output_tokens)
 
     def _follow(self, edit: SampledEdit, batch: Batch, row: int) -> None:
@@ -457,16 +453,17 @@ class LLMEngine:
         if edit.rollback:
             if not 0 < edit.rollback <= max(1, processor.max_rollback):  # the newest token was not sent
                 raise InternalError(f"{edit.rollback} tokens to roll back; the limit is {processor.max_rollback}")
-            scores = bool(edit.append) and (sequence.needs_logprobs or sequence.details is not None)
+            scores = bool(edit.append) and not sequence.record.is_empty
             self._take_back(batch, row, min(edit.rollback, sequence.num_output_tokens), again=scores)
+        record = sequence.record
         masked = sequence.params.logprobs_mode == "masked"
         for token in edit.append:
-            is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
-            if sequence.restriction is not None:
+            is_last = token in sequence.group.stop_ids or sequence.length + 1 >= sequence.group.max_length
+            if sequence.group.restriction is not None:
                 break  # sample it instead: it may be forbidden
-            if is_last and (sequence.details is not None or (sequence.needs_logprobs and not masked)):
+            if is_last and (record.details is not None or (record.needs_logprobs and not masked)):
                 break  # sample the last token instead: no later step would score it
-            entries = TokenLogprobs([(token, 0.0, 1)]) if masked and sequence.needs_logprobs else None
+            entries = TokenLogprobs([(token, 0.0, 1)]) if masked and record.needs_logprobs else None
             ended = sequence.append(token, entries, (1, None))
             self.stats.forced_tokens += 1
             if not sequence.params.is_greedy:
@@ -494,8 +491,9 @@ class LLMEngine:
         self._end(group, SequenceStatus.FINISHED_INTERNAL_ERROR, error)
 
     def _end(self, group: SequenceGroup, status: SequenceStatus, error: GuidedError | None = None) -> None:
+        group.error = error
         for sequence in group.sequences:
-            sequence.finish(status, error)
+            sequence.finish(status)
         self._changed[group] = None
         self._forget(group)
 

@@ -36,11 +36,11 @@ _FEW = 1024
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """One step's tokens. Entry i is of row i. The entry of a skipped row is meaningless."""
+    """One step's tokens. Entry i is of row i, and meaningless for an unsampled row."""
 
     token_ids: list[int]
-    skipped: frozenset[int] = frozenset()
-    """Rows that were not sampled: their mask is late, or their mask or a logits processor has failed."""
+    unsampled: frozenset[int] = frozenset()
+    """Rows without a token: their mask is late or was vetoed, or their mask or a logits processor has failed."""
     broken: list[int] = field(default_factory=list)
     """Rows of which the sampled or the largest logit is not finite: the mask forbids every token, or the model computed
     NaN."""
@@ -67,8 +67,6 @@ class Sampler:
     def __init__(self, processors: LogitsProcessors, stop_token_ids: Collection[int]) -> None:
         self.processors = processors
         self._stop_token_ids = stop_token_ids
-        self._penalties: _Penalties | None = None
-        self._distribution: _Distribution | None = None
         self._raw: torch.Tensor | None = None
         self._beam_logprobs: torch.Tensor | None = None
         self._steps = 0
@@ -86,9 +84,7 @@ class Sampler:
             self._raw = logits[batch.with_logprobs].log_softmax(-1)
         penalties = None
         if batch.biased or batch.penalised or batch.with_min_tokens:
-            penalties = self._penalties
-            if penalties is None or penalties.batch is not batch:
-                penalties = self._penalties = _Penalties(batch, logits, self._stop_token_ids)
+            penalties = batch.plan(_Penalties, logits, self._stop_token_ids)
 
         def biased(logits: torch.Tensor) -> torch.Tensor:
             if penalties is not None:
@@ -106,24 +102,24 @@ class Sampler:
             heat = logits.new_tensor([one if one >= GREEDY_BELOW else 1.0 for one in given])
             self._beam_logprobs = (logits[batch.beams] / heat[:, None]).log_softmax(-1)
         for row, restriction in batch.restricted:
-            restriction.apply(logits[row], batch.sequences[row].data.output_token_ids)
+            restriction.apply(logits[row], batch.sequences[row].output_token_ids)
         return logits
 
-    def sample(self, logits: torch.Tensor, batch: Batch, skip: frozenset[int] = frozenset()) -> SamplerOutput:
-        """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`. Rows in `skip` are not
-        sampled. Their random generators do not advance."""
+    def sample(self, logits: torch.Tensor, batch: Batch, unsampled: frozenset[int] = frozenset()) -> SamplerOutput:
+        """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`. The random generators of
+        `unsampled` rows do not advance."""
         if (rows := batch.with_masked_logprobs) and self._raw is not None:
             self._raw[np.searchsorted(batch.with_logprobs, rows)] = logits[rows].log_softmax(-1)
         best, chosen = logits.max(-1)
         is_finite = best.isfinite()
         if batch.random:
-            best, chosen = self._draw(logits, best, chosen, batch, skip)
+            best, chosen = self._draw(logits, best, chosen, batch, unsampled)
             is_finite &= best.isfinite()
         token_ids, finite = torch.stack((chosen, is_finite)).tolist()  # the step's one synchronisation
-        output = SamplerOutput(token_ids, skip)
-        output.broken = [row for row, finite_row in enumerate(finite) if not finite_row and row not in skip]
+        output = SamplerOutput(token_ids, unsampled)
+        output.broken = [row for row, finite_row in enumerate(finite) if not finite_row and row not in unsampled]
         if self._measured:
-            output.measured = self._measure(logits, skip)
+            output.measured = self._measure(logits, unsampled)
         if rows := batch.with_logprobs:
             raw = self._raw
             self._raw = None
@@ -142,27 +138,25 @@ class Sampler:
         self._steps += 1
         self._measured = batch.measured
         if self._steps % PROBE_STEPS == 0:
-            rows = [row for row in batch.guided_rows.tolist() if batch.sequences[row].params.constraint is not None]
+            rows = batch.constrained
             self._measured = sorted({*batch.measured, *rows[:: max(1, len(rows) // _PROBE_ROWS)]})
         if self._measured:
             self._unmasked = logits[self._measured]
 
-    def _measure(self, masked: torch.Tensor, skipped: frozenset[int]) -> dict[int, tuple[int, float]]:
+    def _measure(self, masked: torch.Tensor, unsampled: frozenset[int]) -> dict[int, tuple[int, float]]:
         """Measure the masks of the copied rows: `SamplerOutput.measured`."""
         allowed = masked[self._measured] > -torch.inf
         total = self._unmasked.logsumexp(-1)
         kept = (self._unmasked.masked_fill_(~allowed, -torch.inf).logsumexp(-1) - total).clamp_(max=0.0).tolist()
-        found = zip(self._measured, allowed.sum(-1).tolist(), kept, strict=True)
-        return {row: (count, mass) for row, count, mass in found if row not in skipped}
+        columns = zip(self._measured, allowed.sum(-1).tolist(), kept, strict=True)
+        return {row: (count, mass) for row, count, mass in columns if row not in unsampled}
 
     def _draw(
-        self, logits: torch.Tensor, best: torch.Tensor, greedy: torch.Tensor, batch: Batch, skip: frozenset[int]
+        self, logits: torch.Tensor, best: torch.Tensor, greedy: torch.Tensor, batch: Batch, unsampled: frozenset[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sampled logits and tokens: drawn in random rows, `best` and `greedy` in the others."""
-        plan = self._distribution
-        if plan is None or plan.batch is not batch:
-            plan = self._distribution = _Distribution(batch, logits.device)
-        uniforms = [0.5 if row in skip else next(batch.sequences[row].uniforms) for row in plan.rows]
+        plan = batch.plan(_Distribution, logits.device)
+        uniforms = [0.5 if row in unsampled else next(batch.sequences[row].uniforms) for row in plan.rows]
         all_random = len(plan.rows) == len(logits)
         if self.processors.after:
 
@@ -198,18 +192,25 @@ def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[
 
 
 class _Penalties:
-    """The biased, penalised and short rows of a batch as tensors. Valid while the batch stays the same. All methods
-    change logits, float32 `[rows, vocab]`, in place. `stop_token_ids` are the model's own."""
+    """The biased, penalised and short rows of a batch as tensors. All methods change logits, float32 `[rows,
+    vocab]`, in place. `stop_token_ids` are the model's own."""
 
     def __init__(self, batch: Batch, logits: torch.Tensor, stop_token_ids: Collection[int]) -> None:
-        self.batch = batch
         self._device = device = logits.device
-        bias = [(row, *one) for row in batch.biased for one in (batch.sequences[row].params.logit_bias or {}).items()]
-        self._bias = torch.tensor([value for *_, value in bias], dtype=torch.float32, device=device)
-        self._biased = _places([(row, token) for row, token, _ in bias], device)
-        self._short = [(row, batch.sequences[row]) for row in batch.with_min_tokens]
-        self._stops = {row: sorted({*stop_token_ids, *one.params.stop_token_ids}) for row, one in self._short}
-        self._suppressed = _places([(row, token) for row, tokens in self._stops.items() for token in tokens], device)
+        bias: list[float] = []
+        biased: list[tuple[int, int]] = []
+        for row in batch.biased:
+            for token, value in (batch.sequences[row].params.logit_bias or {}).items():
+                biased.append((row, token))
+                bias.append(value)
+        self._bias = torch.tensor(bias, dtype=torch.float32, device=device)
+        self._biased = _places(biased, device)
+        self._with_min_tokens = [(row, batch.sequences[row]) for row in batch.with_min_tokens]
+        self._stops = {
+            row: {*stop_token_ids, *sequence.params.stop_token_ids} for row, sequence in self._with_min_tokens
+        }
+        self._short: list[int] = []
+        """Rows with fewer than `min_tokens` output tokens, of which `_suppressed` has the stop tokens."""
         self._sequences = [batch.sequences[row] for row in batch.penalised]
         params = [sequence.params for sequence in self._sequences]
         self._rows = torch.tensor(batch.penalised, device=device)
@@ -218,34 +219,42 @@ class _Penalties:
         self._presence = torch.tensor([p.presence_penalty for p in params], device=device)[:, None]
         self._counts = torch.zeros(len(params), logits.shape[1], device=device)
         self._in_prompt = torch.zeros(len(params), logits.shape[1], dtype=torch.bool, device=device)
-        self._seen = [0] * len(params)
+        self._seen = [(sequence.edits, 0) for sequence in self._sequences]
+        """Numbers of edits and of tokens of each sequence that `_counts` has."""
         for index, sequence in enumerate(self._sequences):
-            self._in_prompt[index, torch.tensor(sequence.data.prompt_token_ids, device=device)] = True
+            self._in_prompt[index, torch.tensor(sequence.prompt_token_ids, device=device)] = True
 
     def add_bias(self, logits: torch.Tensor) -> None:
         """Add `logit_bias`."""
-        if self.batch.biased:
+        if len(self._bias):
             logits[self._biased] += self._bias
 
     def suppress_stop_tokens(self, logits: torch.Tensor) -> None:
         """Suppress stop tokens in rows with fewer than `min_tokens` output tokens."""
-        short = [(row, one) for row, one in self._short if one.num_output_tokens < one.params.min_tokens]
-        if len(short) < len(self._short):
+        short: list[int] = []
+        for row, sequence in self._with_min_tokens:
+            if sequence.num_output_tokens < sequence.params.min_tokens:
+                short.append(row)
+        if short != self._short:
             self._short = short
-            self._suppressed = _places([(row, token) for row, _ in short for token in self._stops[row]], self._device)
+            stops = [(row, token) for row in short for token in self._stops[row]]
+            self._suppressed = _places(stops, self._device)
         if short:
             logits[self._suppressed] = SUPPRESSED
 
     def apply(self, logits: torch.Tensor) -> None:
         """Penalise tokens that have appeared. The repetition penalty (arXiv:1909.05858) comes first, then OpenAI's:
         frequency once per occurrence, presence once."""
-        if not self.batch.penalised:
+        if not self._sequences:
             return
         fresh: list[tuple[int, int]] = []
         for index, sequence in enumerate(self._sequences):
-            new = sequence.data.output_token_ids[self._seen[index] :]
-            self._seen[index] += len(new)
-            fresh += [(index, token) for token in new]
+            edits, start = self._seen[index]
+            if edits != sequence.edits:
+                self._counts[index] = 0
+                start = 0
+            fresh += [(index, token) for token in sequence.output_token_ids[start:]]
+            self._seen[index] = sequence.edits, sequence.num_output_tokens
         if fresh:
             self._counts.index_put_(_places(fresh, self._device), torch.ones((), device=self._device), accumulate=True)
         picked = logits[self._rows]
@@ -263,10 +272,9 @@ def _places(pairs: list[tuple[int, int]], device: torch.device) -> tuple[torch.T
 
 
 class _Distribution:
-    """The random rows of a batch and their parameters as tensors. Valid while the batch stays the same."""
+    """The random rows of a batch and their parameters as tensors."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
-        self.batch = batch
         self.rows = batch.random
         self.index = torch.tensor(self.rows, device=device)
         params = [batch.sequences[row].params for row in self.rows]

@@ -55,7 +55,7 @@ def _read(chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager
         end += chunk.end - chunk.start
         first = chunk.sequences[0]
         row = row_of[first.seq_id]
-        token_ids[start:end] = first.data.span(chunk.start, chunk.end)
+        token_ids[start:end] = first.span(chunk.start, chunk.end)
         positions[start:end] = at = np.arange(chunk.start, chunk.end)
         slots[start:end] = tables[row, at // size] * size + at % size
         if chunk.start:
