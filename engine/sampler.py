@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,7 +65,7 @@ class Sampler:
     """Call once per step: `adjust` before the mask, `sample` after it. `stop_token_ids` are the model's own. Raw
     log-probabilities are those before bias, penalties, mask and temperature (vLLM's default)."""
 
-    def __init__(self, processors: LogitsProcessors, stop_token_ids: Collection[int]) -> None:
+    def __init__(self, processors: LogitsProcessors, stop_token_ids: Tokens[int]) -> None:
         self.processors = processors
         self._stop_token_ids = stop_token_ids
         self._raw: torch.Tensor | None = None
@@ -126,12 +127,21 @@ class Sampler:
             assert raw is not None, "adjust comes before sample"
             counts = [batch.sequences[row].params.logprobs or 0 for row in rows]
             output.logprobs = dict(zip(rows, ranked_logprobs(raw, chosen[rows], counts), strict=True))
+        if batch.searched:
+            self._note_free_places(logits, batch, unsampled)
         if self._beam_logprobs is not None:
             forbidden = logits[batch.beams].isneginf()
             output.beam_logprobs = self._beam_logprobs
             self._beam_logprobs = None
             output.beam_scores = output.beam_logprobs.masked_fill(forbidden, -torch.inf)
         return output
+
+    def _note_free_places(self, logits: torch.Tensor, batch: Batch, unsampled: frozenset[int]) -> None:
+        """Note which outputs could end here: see `Detokenizer.free_places`."""
+        stops = logits[:, self._stop_token_ids[0]].isfinite().tolist()
+        for row, places in batch.searched:
+            if stops[row] and row not in unsampled:
+                places.add(batch.sequences[row].num_output_tokens)
 
     def _copy_measured(self, logits: torch.Tensor, batch: Batch) -> None:
         """Copy the model's logits of the rows with masks that are measured in this step."""

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.logits_processors.interface import LogitsProcessor, ModelConfig, SchedulerConfig, VllmConfig, is_revised
 from guided.errors import bounded
+from guided.pools.protocol import MaskPool
+from guided.processors.bundle import ProcessorBundle
 from guided.processors.interface import LogitPostProcessor
+from guided.processors.standard import GuidedProcessor
 
 if TYPE_CHECKING:
     from engine.model.loader import LoadedModel  # slow: transformers
@@ -63,6 +66,19 @@ def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConf
     if not isinstance(processor, LogitPostProcessor):
         raise ValueError(f"{name} is not a subclass of guided.LogitPostProcessor (give an object, or module:Class)")
     return processor
+
+
+def bundle(pool: MaskPool | None, processor: LogitPostProcessor | None, config: VllmConfig) -> ProcessorBundle:
+    """Return the post-processors of an engine, which contains their exceptions: the standard one, if there is a pool,
+    then an application's."""
+    if isinstance(processor, ProcessorBundle):
+        return processor
+    members: list[LogitPostProcessor] = []
+    if pool is not None and not isinstance(processor, GuidedProcessor):
+        members.append(GuidedProcessor(pool))
+    if processor is not None:
+        members.append(processor)
+    return ProcessorBundle(*members, config=config)
 
 
 def import_named(what: str, name: str | EntryPoint) -> Any:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Sequence as Tokens
 
 import numpy as np
 import torch
 
+from engine.config import EngineConfig
 from engine.memory.block_manager import BlockManager
 from engine.memory.kv_cache import KVCache
 from engine.model.attention import PagedContext, Prefill, StepTensors
@@ -165,6 +167,17 @@ class ModelRunner:
         with self._everywhere(None):
             logits: torch.Tensor = self._model.head(rows)
         return logits.float()
+
+    def available_memory(self, config: EngineConfig, max_model_len: int) -> int:
+        """Return the bytes that the KV cache may take in this process. Without a GPU: a quarter of the free memory, at
+        most 4 GiB, shared by all ranks."""
+        if self._model.device.type == "cuda":
+            return self.memory_for_cache(config.tokens_per_step(on_cpu=False), config.max_num_seqs, max_model_len)
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = min(free // 4, 4 << 30)
+        if self._model.ranks is not None:
+            memory //= self._model.ranks.size
+        return memory
 
     @torch.inference_mode()
     def memory_for_cache(self, tokens: int, rows: int, max_model_len: int) -> int:

@@ -33,7 +33,7 @@ def sequence(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed:
 def begun(*rows: Sequence) -> tuple[Sampler, Batch]:
     """A sampler at the beginning of a step, and the step's batch."""
     batch = Batch([], list(rows), [], [])
-    sampler = Sampler(LogitsProcessors(VllmConfig(), torch.device("cpu")), {EOS})
+    sampler = Sampler(LogitsProcessors(VllmConfig(), torch.device("cpu")), [EOS])
     sampler.processors.begin(batch)
     return sampler, batch
 
