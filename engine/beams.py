@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from engine.memory.block_manager import BlockManager
 from engine.sampler import SamplerOutput, ranked_logprobs
@@ -51,7 +52,7 @@ class BeamSearch:
         self._max_tokens = group.max_length - len(group.prompt_token_ids)
         self._logprobs = [0.0] + [-math.inf] * (self._width - 1)  # all beams begin with the same tokens
 
-    def advance(self, logprobs: torch.Tensor, outputs: list[list[int]]) -> list[Candidate] | None:
+    def advance(self, logprobs: Tensor, outputs: list[list[int]]) -> list[Candidate] | None:
         """Choose the next beams from the outputs of each and the log-probabilities of the next token, float32
         `[width, vocab]`, -inf where it is forbidden. None: the search has ended, and `finished` is the result."""
         length = len(outputs[0]) + 1
@@ -84,7 +85,7 @@ class BeamSearch:
         least = self._params.min_tokens
         return bool(stop) and self._detokenizer.completes_stop(tokens, least)
 
-    def _best(self, logprobs: torch.Tensor) -> list[Candidate]:
+    def _best(self, logprobs: Tensor) -> list[Candidate]:
         """Return the best continuations of all beams: enough for `width` of them to go on."""
         total = (logprobs + torch.tensor(self._logprobs, device=logprobs.device)[:, None]).flatten()
         count = max(2, 1 + len(self._group.stop_ids)) * self._width

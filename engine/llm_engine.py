@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.admission import Admission, Prompt
 from engine.beams import advance_beams, show_result
@@ -211,18 +212,18 @@ class LLMEngine:
             self.stats.prepare_seconds += self._preparing
         self.logits_processors.begin(batch)
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, batch: Batch) -> Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`. Rows that have kept theirs need none."""
         self.stats.steps += batch.computes
         return self.runner.execute(batch)
 
-    def compute_logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask."""
         score_tokens(batch, hidden, self.runner)
         batch.hidden = self.runner.select(hidden, batch.selected, batch.kept)
         return self.sampler.adjust(lambda: self.runner.compute_logits(batch.hidden), batch)
 
-    def apply(self, logits: torch.Tensor, batch: Batch) -> ApplyReport:
+    def apply(self, logits: Tensor, batch: Batch) -> ApplyReport:
         """Wait for the masks until the step's deadline, and apply them to `logits` in place."""
         if not batch.processed:
             return ApplyReport()
@@ -234,7 +235,7 @@ class LLMEngine:
                 details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
 
-    def sample(self, logits: torch.Tensor, batch: Batch, report: ApplyReport) -> SamplerOutput:
+    def sample(self, logits: Tensor, batch: Batch, report: ApplyReport) -> SamplerOutput:
         """Sample a token for each row. Groups of rows with a failed mask or logits processor end. The sequences of rows
         with a late mask do not run until it is ready."""
         unsampled: frozenset[int] = frozenset()

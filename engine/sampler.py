@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 from engine.logits_processors.processors import LogitsProcessors
 from engine.sampling_params import GREEDY_BELOW
@@ -51,9 +52,9 @@ class SamplerOutput:
     """By row, if requested, and of a few constrained rows now and then: the number of tokens that could be sampled, and
     the log of their kept mass. That is their probability in the model's own distribution: before bias, penalties and
     mask, at temperature 1."""
-    beam_logprobs: torch.Tensor | None = None
+    beam_logprobs: Tensor | None = None
     """float32 `[len(batch.beams), vocab]`: of the adjusted logits, before the mask."""
-    beam_scores: torch.Tensor | None = None
+    beam_scores: Tensor | None = None
     """The same, -inf where the mask forbids."""
 
     def sample_of(self, row: int, seq_id: int) -> SequenceOutput:
@@ -68,15 +69,15 @@ class Sampler:
     def __init__(self, processors: LogitsProcessors, stop_token_ids: Tokens[int]) -> None:
         self.processors = processors
         self._stop_token_ids = stop_token_ids
-        self._raw: torch.Tensor | None = None
-        self._beam_logprobs: torch.Tensor | None = None
+        self._raw: Tensor | None = None
+        self._beam_logprobs: Tensor | None = None
         self._steps = 0
         self._measured: list[int] = []
         """Rows of which the masks are measured in this step."""
-        self._unmasked: torch.Tensor
+        self._unmasked: Tensor
         """A copy of the model's logits of these rows, float32 `[measured, vocab]`."""
 
-    def adjust(self, compute: Callable[[], torch.Tensor], batch: Batch) -> torch.Tensor:
+    def adjust(self, compute: Callable[[], Tensor], batch: Batch) -> Tensor:
         """Return the logits of `compute`, float32 `[rows, vocab]`, with bias, custom processors, penalties,
         suppression and restrictions. It is called again if a custom processor raises after it has changed some."""
         logits = compute()
@@ -87,7 +88,7 @@ class Sampler:
         if batch.biased or batch.penalised or batch.with_min_tokens:
             penalties = batch.plan(_Penalties, logits, self._stop_token_ids)
 
-        def biased(logits: torch.Tensor) -> torch.Tensor:
+        def biased(logits: Tensor) -> Tensor:
             if penalties is not None:
                 if self.processors.before:  # they see suppressed tokens, as in vLLM
                     penalties.suppress_stop_tokens(logits)
@@ -106,7 +107,7 @@ class Sampler:
             restriction.apply(logits[row], batch.sequences[row].output_token_ids)
         return logits
 
-    def sample(self, logits: torch.Tensor, batch: Batch, unsampled: frozenset[int] = frozenset()) -> SamplerOutput:
+    def sample(self, logits: Tensor, batch: Batch, unsampled: frozenset[int] = frozenset()) -> SamplerOutput:
         """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`. The random generators of
         `unsampled` rows do not advance."""
         if (rows := batch.with_masked_logprobs) and self._raw is not None:
@@ -136,14 +137,14 @@ class Sampler:
             output.beam_scores = output.beam_logprobs.masked_fill(forbidden, -torch.inf)
         return output
 
-    def _note_free_places(self, logits: torch.Tensor, batch: Batch, unsampled: frozenset[int]) -> None:
+    def _note_free_places(self, logits: Tensor, batch: Batch, unsampled: frozenset[int]) -> None:
         """Note which outputs could end here: see `Detokenizer.free_places`."""
         stops = logits[:, self._stop_token_ids[0]].isfinite().tolist()
         for row, places in batch.searched:
             if stops[row] and row not in unsampled:
                 places.add(batch.sequences[row].num_output_tokens)
 
-    def _copy_measured(self, logits: torch.Tensor, batch: Batch) -> None:
+    def _copy_measured(self, logits: Tensor, batch: Batch) -> None:
         """Copy the model's logits of the rows with masks that are measured in this step."""
         self._steps += 1
         self._measured = batch.measured
@@ -153,7 +154,7 @@ class Sampler:
         if self._measured:
             self._unmasked = logits[self._measured]
 
-    def _measure(self, masked: torch.Tensor, unsampled: frozenset[int]) -> dict[int, tuple[int, float]]:
+    def _measure(self, masked: Tensor, unsampled: frozenset[int]) -> dict[int, tuple[int, float]]:
         """Measure the masks of the copied rows: `SamplerOutput.measured`."""
         allowed = masked[self._measured] > -torch.inf
         total = self._unmasked.logsumexp(-1)
@@ -162,15 +163,15 @@ class Sampler:
         return {row: (count, mass) for row, count, mass in columns if row not in unsampled}
 
     def _draw(
-        self, logits: torch.Tensor, best: torch.Tensor, greedy: torch.Tensor, batch: Batch, unsampled: frozenset[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits: Tensor, best: Tensor, greedy: Tensor, batch: Batch, unsampled: frozenset[int]
+    ) -> tuple[Tensor, Tensor]:
         """Return the sampled logits and tokens: drawn in random rows, `best` and `greedy` in the others."""
         plan = batch.plan(_Distribution, logits.device)
         uniforms = [0.5 if row in unsampled else next(batch.sequences[row].uniforms) for row in plan.rows]
         all_random = len(plan.rows) == len(logits)
         if self.processors.after:
 
-            def whole() -> torch.Tensor:
+            def whole() -> Tensor:
                 return logits.index_copy(0, plan.index, plan.scaled(logits[plan.index]))
 
             scaled = self.processors.run(self.processors.after, whole(), batch, whole)[plan.index]
@@ -183,7 +184,7 @@ class Sampler:
         return best.index_copy(0, plan.index, values), greedy.index_copy(0, plan.index, drawn)
 
 
-def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:
+def ranked_logprobs(logprobs: Tensor, own_ids: Tensor, counts: list[int]) -> list[TokenLogprobs]:
     """Return each row's own token and its `counts[row]` most likely, from `logprobs`, float32 `[rows, vocab]`."""
     own = logprobs.gather(1, own_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1
@@ -205,7 +206,7 @@ class _Penalties:
     """The biased, penalised and short rows of a batch as tensors. All methods change logits, float32 `[rows,
     vocab]`, in place. `stop_token_ids` are the model's own."""
 
-    def __init__(self, batch: Batch, logits: torch.Tensor, stop_token_ids: Collection[int]) -> None:
+    def __init__(self, batch: Batch, logits: Tensor, stop_token_ids: Collection[int]) -> None:
         self._device = device = logits.device
         bias: list[float] = []
         biased: list[tuple[int, int]] = []
@@ -234,12 +235,12 @@ class _Penalties:
         for index, sequence in enumerate(self._sequences):
             self._in_prompt[index, torch.tensor(sequence.prompt_token_ids, device=device)] = True
 
-    def add_bias(self, logits: torch.Tensor) -> None:
+    def add_bias(self, logits: Tensor) -> None:
         """Add `logit_bias`."""
         if len(self._bias):
             logits[self._biased] += self._bias
 
-    def suppress_stop_tokens(self, logits: torch.Tensor) -> None:
+    def suppress_stop_tokens(self, logits: Tensor) -> None:
         """Suppress stop tokens in rows with fewer than `min_tokens` output tokens."""
         short: list[int] = []
         for row, sequence in self._with_min_tokens:
@@ -252,7 +253,7 @@ class _Penalties:
         if short:
             logits[self._suppressed] = SUPPRESSED
 
-    def apply(self, logits: torch.Tensor) -> None:
+    def apply(self, logits: Tensor) -> None:
         """Penalise tokens that have appeared. The repetition penalty (arXiv:1909.05858) comes first, then OpenAI's:
         frequency once per occurrence, presence once."""
         if not self._sequences:
@@ -275,7 +276,7 @@ class _Penalties:
         logits[self._rows] = picked
 
 
-def _places(pairs: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (row, token) pairs as two index tensors."""
     rows, tokens = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
     return rows, tokens
@@ -289,7 +290,7 @@ class _Distribution:
         self.index = torch.tensor(self.rows, device=device)
         params = [batch.sequences[row].params for row in self.rows]
 
-        def column(values: list[float]) -> torch.Tensor:
+        def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
         self._temperatures = column([p.temperature for p in params])
@@ -301,7 +302,7 @@ class _Distribution:
         self._limits = column([k if k > 0 else math.inf for k in self._ks])
         self._top_p = column([params[place].top_p for place in cut])
 
-    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
+    def scaled(self, logits: Tensor) -> Tensor:
         """Divide `logits`, float32 `[len(rows), vocab]`, by the temperatures, and set the tokens to -inf that are less
         than `min_p` times as likely as the most likely one. Returns a new tensor."""
         scaled = logits / self._temperatures
@@ -309,7 +310,7 @@ class _Distribution:
             scaled.masked_fill_(scaled < scaled.max(-1, keepdim=True).values + self._min_p, -torch.inf)
         return scaled
 
-    def draw(self, logits: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
+    def draw(self, logits: Tensor, uniforms: list[float]) -> Tensor:
         """Draw one token per row, int64 `[rows]`: invert the cumulative distribution of scaled logits, `[rows, vocab]`,
         at `uniforms`, one number in [0, 1) per row. What top_k and top_p exclude becomes -inf."""
         shares = torch.tensor(uniforms, dtype=torch.float64)
@@ -322,7 +323,7 @@ class _Distribution:
             logits[self._cut[:, None], ids] = values
         return _invert(logits.softmax(-1), shares)
 
-    def _kept(self, logits: torch.Tensor, few: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _kept(self, logits: Tensor, few: int) -> tuple[Tensor, Tensor]:
         """Return the most likely tokens of the rows with top_k or top_p, `[rows, count]`: their logits, -inf where they
         are excluded, and ids. In rows without top_k the best `few` are tried first."""
         vocab = logits.shape[1]
@@ -340,7 +341,7 @@ class _Distribution:
         return values.masked_fill_((before > 0) & (before >= self._top_p) & (self._top_p < 1.0), -torch.inf), ids
 
 
-def _invert(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def _invert(weights: Tensor, shares: Tensor) -> Tensor:
     """Return the column of each row at which its cumulated weights exceed a share of their sum, int64 `[rows]`.
 
     Only the sums of blocks, and the weights of one block, are cumulated: in float64, which is slow on most GPUs.
@@ -358,7 +359,7 @@ def _invert(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     return (block * _BLOCK + place)[:, 0].clamp_(max=columns - 1)
 
 
-def _search(weights: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _search(weights: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     """Return the column in which a share of each row's sum lies, int64 `[rows, 1]`, and the share within its weight."""
     cumulated = weights.cumsum(-1, dtype=torch.float64)
     # Slightly less than the sum, so that rounding cannot lead past the last column with a weight.

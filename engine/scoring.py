@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from engine.model.runner import ModelRunner
 from engine.sampler import ranked_logprobs
@@ -12,7 +13,7 @@ _SCORED_ROWS = 256
 """Maximum number of tokens that are scored at once: each takes a row of logits."""
 
 
-def score_tokens(batch: Batch, hidden: torch.Tensor, runner: ModelRunner) -> None:
+def score_tokens(batch: Batch, hidden: Tensor, runner: ModelRunner) -> None:
     """Record the log-probabilities of the tokens of prefills that have none and need some.
 
     Args:
@@ -24,7 +25,7 @@ def score_tokens(batch: Batch, hidden: torch.Tensor, runner: ModelRunner) -> Non
                 _score(chunk, begin, min(last, begin + _SCORED_ROWS), hidden, runner)
 
 
-def _score(chunk: Chunk, first: int, last: int, hidden: torch.Tensor, runner: ModelRunner) -> None:
+def _score(chunk: Chunk, first: int, last: int, hidden: Tensor, runner: ModelRunner) -> None:
     """Score tokens `first` to `last` of a chunk's sequence, all of its prompt or all of its output."""
     sequence = chunk.sequences[0]
     predicting = chunk.row - chunk.start - 1

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import AttentionInterface
 
 from engine.memory.kv_cache import KVCache
@@ -45,7 +46,7 @@ class Span(NamedTuple):
     length: int | None = None
     is_chunk: bool = False
 
-    def first(self, positions: torch.Tensor) -> torch.Tensor:
+    def first(self, positions: Tensor) -> Tensor:
         """Return the position of the first token that tokens at these positions attend to."""
         if self.length is None:
             return torch.zeros_like(positions)
@@ -59,7 +60,7 @@ class Scores(NamedTuple):
 
     scaling: float | None = None
     softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
     """`[heads]`: the score of a key without a value."""
 
     @property
@@ -76,19 +77,17 @@ in the cache, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
 class FlattenedRow:
     """Takes the place of transformers' `Cache`, for models that count the tokens before a step's themselves."""
 
-    def __init__(self, positions: torch.Tensor) -> None:
+    def __init__(self, positions: Tensor) -> None:
         self._positions = positions
 
-    def get_seq_length(self, layer_idx: int | None = None) -> torch.Tensor | int:
+    def get_seq_length(self, layer_idx: int | None = None) -> Tensor | int:
         """Return what a layer adds to the place of each token in the row to get its position in its sequence. Models
         ask without a layer: they know the positions."""
         if layer_idx is None:
             return 0
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **others: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **others: Any) -> tuple[Tensor, Tensor]:
         """Leave the keys and values to `paged_attention`."""
         return key_states, value_states
 
@@ -97,13 +96,13 @@ class StepTensors(NamedTuple):
     """What a forward pass reads, on the device. All are int64. A row that pads a decode step to a fixed size has
     position 0, the first slot of the cache's last block, and any blocks."""
 
-    packed: torch.Tensor
+    packed: Tensor
     """`[3, tokens]`: as `PagedContext.packed`."""
-    starts: torch.Tensor
+    starts: Tensor
     """`[sequences + 1]`: first token of each sequence, and number of tokens."""
-    tables: torch.Tensor
+    tables: Tensor
     """`[sequences, blocks]`: blocks of each sequence, padded with any valid block."""
-    state_slots: torch.Tensor
+    state_slots: Tensor
     """As `PagedContext.state_slots`."""
 
 
@@ -126,7 +125,7 @@ class PagedContext:
     states: StepStates | None = field(default=None, init=False)
     """The recurrent states of the forward pass, while it runs."""
 
-    def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
+    def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
         self.copy(cache)
         return self.forward(body, cache, self.send(cache.block_size, device))
@@ -161,7 +160,7 @@ class PagedContext:
         blocks: NDArray[np.int64] = self.packed[2, start:end:block_size] // block_size if table is None else table[0]
         return blocks
 
-    def forward(self, body: torch.nn.Module, cache: KVCache, tensors: StepTensors) -> torch.Tensor:
+    def forward(self, body: torch.nn.Module, cache: KVCache, tensors: StepTensors) -> Tensor:
         """Run the forward pass on what is on the device: hidden states `[tokens, hidden]`. With a cache that does not
         gather, a CUDA graph can hold it: it waits for nothing, and reads nothing else of this object than the number of
         prefills and of decoding sequences."""
@@ -183,21 +182,21 @@ class PagedContext:
         if self.states is not None:
             self.states.finish()
         # Mamba adds its layers up in float32.
-        hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1).to(cache.dtype)
+        hidden: Tensor = output.last_hidden_state.flatten(0, 1).to(cache.dtype)
         return hidden
 
     def move(self, cache: KVCache, tensors: StepTensors) -> None:
         """Prepare the attention of the step."""
         self.cache = cache
         self.tensors = tensors
-        self._masks: dict[tuple[int, Span], torch.Tensor] = {}
+        self._masks: dict[tuple[int, Span], Tensor] = {}
         if cache.gathers:
             lengths = np.asarray(self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1)
             tables = tensors.tables[len(self.prefills) :]
             self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
             """(tables, lengths) of decoding sequences of which the keys are gathered together."""
 
-    def mask(self, part: int, span: Span, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, part: int, span: Span, dtype: torch.dtype) -> Tensor:
         """Return the additive mask `[sequences, 1, 1, slots]` of the keys of a part, built once per step."""
         mask = self._masks.get((part, span))
         if mask is None:
@@ -210,8 +209,8 @@ class PagedContext:
 
 
 def split_decodes(
-    tables: torch.Tensor, lengths: NDArray[np.int64], block_size: int, gather_tokens: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tables: Tensor, lengths: NDArray[np.int64], block_size: int, gather_tokens: int
+) -> list[tuple[Tensor, Tensor]]:
     """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding. `tables` is
     int64 `[sequences, blocks]`, on the device. `lengths`, int64 `[sequences]`, includes the current token."""
     starts = [0]
@@ -221,7 +220,7 @@ def split_decodes(
         if row > starts[-1] and (row + 1 - starts[-1]) * longest > gather_tokens:
             starts.append(row)
             longest = length
-    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    parts: list[tuple[Tensor, Tensor]] = []
     for start, own in zip(starts, np.split(lengths, starts[1:]), strict=True):
         if len(own):
             own_tables = tables[start : start + len(own), : -(-int(own.max()) // block_size)].contiguous()
@@ -244,17 +243,17 @@ def running(step: PagedContext) -> Iterator[None]:
 
 def paged_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = _NOT_PASSED,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Store this layer's keys and values, `[1, kv_heads, tokens, dim]`, and compute the attention of `query`,
     `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights.
 
@@ -296,7 +295,7 @@ def paged_attention(
     if not paged.prefills:
         attended = _decode(query, paged, layer, scores, span, key.shape[1])
         return attended.view(rows, -1, *attended.shape[2:]), None
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     for row, (start, end, before, _) in enumerate(paged.prefills):
         part = slice(start, end)
         keys = key[..., part, :]
@@ -323,9 +322,7 @@ def _span(config: Any, layer: int) -> Span:
     return Span(getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
 
 
-def _prefill(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int, scores: Scores, span: Span
-) -> torch.Tensor:
+def _prefill(query: Tensor, key: Tensor, value: Tensor, before: int, scores: Scores, span: Span) -> Tensor:
     """Attention within one sequence, with `before` tokens before the first of `query`: `[1, heads, tokens, dim]` in,
     `[1, tokens, heads, dim]` out. Keys after the last of `query` are ignored."""
     tokens = query.shape[2]
@@ -349,14 +346,12 @@ def _prefill(
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 
-def _decode(
-    query: torch.Tensor, paged: PagedContext, layer: int, scores: Scores, span: Span, kv_heads: int
-) -> torch.Tensor:
+def _decode(query: Tensor, paged: PagedContext, layer: int, scores: Scores, span: Span, kv_heads: int) -> Tensor:
     """Attention of one token per sequence: `[1, heads, decodes, dim]` in, `[1, decodes, heads, dim]` out."""
     _, heads, decodes, dim = query.shape
     # Query heads that share a key head take the place of query tokens, so that no key is repeated.
     grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     rows = torch.split(grouped, [len(lengths) for _, lengths in paged.decodes])
     for part, ((tables, _), own) in enumerate(zip(paged.decodes, rows, strict=True)):
         keys, values = paged.cache.gather(layer, tables)
@@ -364,9 +359,7 @@ def _decode(
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
-) -> torch.Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Attention of `query`, `[rows, heads, tokens, dim]`, to as many heads of keys. `mask` is additive, or True where a
     token attends to a key. None: to all keys until its own."""
     if not scores.are_changed:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Tokens
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.memory.block_manager import BlockManager
@@ -117,7 +118,7 @@ class ModelRunner:
                 "CUDA graphs are off, so decoding is slower: a step cannot be captured: %s", bounded(repr(cause))
             )
 
-    def _decode(self, inputs: torch.Tensor, tables: torch.Tensor) -> Outputs:
+    def _decode(self, inputs: Tensor, tables: Tensor) -> Outputs:
         """Run the decode step of a graph. `inputs` are token ids, positions, slots of tokens and of states: int64 `[4,
         rows]`. `tables` are int64 `[rows, blocks]`."""
         starts = torch.arange(len(tables) + 1, device=inputs.device)
@@ -135,14 +136,14 @@ class ModelRunner:
         with self._everywhere(CacheSize(num_blocks, self._block_size, max_seqs, torch.get_num_threads())):
             self._cache = self._model.new_cache(num_blocks, self._block_size, max_seqs)
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, batch: Batch) -> Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input. Without a token to compute
         there is none, and the result is empty."""
         if not batch.computes:
             return torch.empty(0, dtype=self._model.dtype, device=self._model.device)
         return self._execute(read_batch(batch, self.blocks, self._model.layout is not None))
 
-    def _execute(self, steps: list[PagedContext]) -> torch.Tensor:
+    def _execute(self, steps: list[PagedContext]) -> Tensor:
         self._replayed = None
         first = steps[0]
         if self._graphs is not None and len(steps) == 1 and not first.prefills:
@@ -153,19 +154,19 @@ class ModelRunner:
         with self._everywhere(steps):
             return run_steps(steps, self._model, self._cache)
 
-    def select(self, hidden: torch.Tensor, rows: list[int] | None, kept: Tokens[Sequence] = ()) -> torch.Tensor:
+    def select(self, hidden: Tensor, rows: list[int] | None, kept: Tokens[Sequence] = ()) -> Tensor:
         """Return these rows of the step's hidden states, or all, and the ones that sequences have kept: `[rows,
         hidden]`."""
         selection = Selection(rows, [sequence.hidden for sequence in kept])
         with self._everywhere(selection):
             return selection.of(hidden)
 
-    def compute_logits(self, rows: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, rows: Tensor) -> Tensor:
         """Compute the logits of what `select` has returned: float32 `[rows, vocab]`, for the caller to change."""
         if self._replayed is not None and rows is self._replayed[0]:
             return self._replayed[1].to(torch.float32, copy=True)
         with self._everywhere(None):
-            logits: torch.Tensor = self._model.head(rows)
+            logits: Tensor = self._model.head(rows)
         return logits.float()
 
     def available_memory(self, config: EngineConfig, max_model_len: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from engine.sampling_params import SamplingParams
 from engine.step.restriction import Restriction
@@ -66,7 +66,7 @@ class Batch:
         self.selected: list[int] | None = None
         """The rows of the forward pass that are sampled. None: all, in order. The last row of a prefill is there once
         for each of its sequences. Rows of earlier chunks are not sampled."""
-        self.hidden: torch.Tensor
+        self.hidden: Tensor
         """`[rows, hidden]`: the hidden states of the sampled rows, those of `kept` last. Set by the step."""
         if prefills or kept:
             self._select()
