@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
-from engine.keywords import refuse_unknown, without_neutral
+from engine.keywords import accept
 from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from engine.step.restriction import Restriction
@@ -134,7 +134,7 @@ def _unwrapped(prompt: Prompt) -> tuple[str | None, list[int] | None]:
         return prompt, None
     if not isinstance(prompt, Mapping):
         return None, list(prompt)
-    refuse_unknown("a prompt", without_neutral(prompt), ("prompt", "prompt_token_ids"))
+    accept("a prompt", prompt, ("prompt", "prompt_token_ids"))
     text = prompt.get("prompt")
     token_ids = prompt.get("prompt_token_ids")
     if text is None and token_ids is None:

@@ -17,7 +17,7 @@ from engine.admission import Admission, Prompt
 from engine.beams import advance_beams, show_result
 from engine.config import EngineConfig
 from engine.edits import Edits
-from engine.keywords import refuse_unknown, without_neutral
+from engine.keywords import accept
 from engine.logits_processors.loading import bundle, describe, load_classes
 from engine.logits_processors.processors import LogitsProcessors
 from engine.memory.block_manager import BlockManager
@@ -119,7 +119,7 @@ class LLMEngine:
     ) -> SequenceGroup:
         """Admit and submit a request. With `prompt_token_ids`, `prompt` is only repeated in the output. `arrival_time`
         is in seconds of `time.monotonic()`. `others` are refused: the error says what to use instead."""
-        refuse_unknown("add_request()", without_neutral(others), ("prompt_token_ids", "arrival_time", "stream"))
+        accept("add_request()", others, ("prompt_token_ids", "arrival_time", "stream"))
         if prompt is None or prompt_token_ids is not None:
             text = prompt if isinstance(prompt, str) else None
             prompt = {"prompt": text, "prompt_token_ids": prompt_token_ids}

@@ -69,9 +69,9 @@ class Scores(NamedTuple):
         return self.softcap is not None or self.sinks is not None
 
 
-Prefill = tuple[int, int, int, NDArray[np.int64] | None]
-"""A chunk: tokens `start` to `end` of the row, the number of the sequence's tokens before it; their keys and values are
-in the cache, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
+Prefill = tuple[int, int, int]
+"""A chunk: tokens `start` to `end` of the row, and the number of the sequence's tokens before it, of which the keys and
+values are in the cache."""
 
 
 class FlattenedRow:
@@ -114,8 +114,8 @@ class PagedContext:
     packed: NDArray[np.int64]
     """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
     prefills: Sequence[Prefill]
-    tables: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
-    """int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block."""
+    tables: NDArray[np.int64]
+    """int64 `[prefills + decodes, blocks]`: blocks of the sequences, padded with any valid block."""
     copies: Sequence[tuple[int, int]] = ()
     """As `Batch.copies`."""
     state_slots: Sequence[int] = ()
@@ -125,10 +125,15 @@ class PagedContext:
     states: StepStates | None = field(default=None, init=False)
     """The recurrent states of the forward pass, while it runs."""
 
+    @property
+    def num_decodes(self) -> int:
+        """Number of decoding sequences."""
+        return len(self.tables) - len(self.prefills)
+
     def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
         self.copy(cache)
-        return self.forward(body, cache, self.send(cache.block_size, device))
+        return self.forward(body, cache, self.send(device))
 
     def copy(self, cache: KVCache) -> None:
         """Copy the blocks and states that the forward pass writes, where they are shared."""
@@ -137,28 +142,16 @@ class PagedContext:
         if cache.states is not None:
             cache.states.copy(self.state_copies)
 
-    def send(self, block_size: int, device: torch.device) -> StepTensors:
+    def send(self, device: torch.device) -> StepTensors:
         """Copy what the forward pass reads to the device."""
-        num_prefills = len(self.prefills)
         total = self.packed.shape[1]
         starts = [start for start, *_ in self.prefills]
-        starts += range(total - len(self.tables), total + 1)
-        rows = [self._blocks(prefill, block_size) for prefill in self.prefills]
-        width = max([self.tables.shape[1], *map(len, rows)])
-        tables = np.zeros((len(starts) - 1, width), np.int64)
-        tables[num_prefills:, : self.tables.shape[1]] = self.tables
-        for row, blocks in enumerate(rows):
-            tables[row, : len(blocks)] = blocks
-        parts = [self.packed, np.array(starts), tables, np.array(self.state_slots, np.int64)]
+        starts += range(total - self.num_decodes, total + 1)
+        parts = [self.packed, np.array(starts), self.tables, np.array(self.state_slots, np.int64)]
         # One transfer is faster than four.
         sent = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device, non_blocking=True)
         tensors = torch.split(sent, [part.size for part in parts])
         return StepTensors(*(tensor.view(part.shape) for tensor, part in zip(tensors, parts, strict=True)))
-
-    def _blocks(self, prefill: Prefill, block_size: int) -> NDArray[np.int64]:
-        start, end, _, table = prefill
-        blocks: NDArray[np.int64] = self.packed[2, start:end:block_size] // block_size if table is None else table[0]
-        return blocks
 
     def forward(self, body: torch.nn.Module, cache: KVCache, tensors: StepTensors) -> Tensor:
         """Run the forward pass on what is on the device: hidden states `[tokens, hidden]`. With a cache that does not
@@ -169,9 +162,9 @@ class PagedContext:
         rows = 1
         name = "past_key_values"
         if cache.states is not None:
-            rows = len(self.tables) or 1
+            rows = self.num_decodes or 1
             name = cache.states.argument
-            is_new = any(before == 0 for _, _, before, _ in self.prefills)
+            is_new = any(before == 0 for *_, before in self.prefills)
             self.states = StepStates(cache.states, tensors.state_slots, rows, is_new)
         others: dict[str, Any] = {name: self.states or FlattenedRow(positions)}
         # Kernels of Triton, as Liger's, are launched on the current device.
@@ -191,7 +184,7 @@ class PagedContext:
         self.tensors = tensors
         self._masks: dict[tuple[int, Span], Tensor] = {}
         if cache.gathers:
-            lengths = np.asarray(self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1)
+            lengths = np.asarray(self.packed[1, self.packed.shape[1] - self.num_decodes :] + 1)
             tables = tensors.tables[len(self.prefills) :]
             self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
             """(tables, lengths) of decoding sequences of which the keys are gathered together."""
@@ -296,7 +289,7 @@ def paged_attention(
         attended = _decode(query, paged, layer, scores, span, key.shape[1])
         return attended.view(rows, -1, *attended.shape[2:]), None
     parts: list[Tensor] = []
-    for row, (start, end, before, _) in enumerate(paged.prefills):
+    for row, (start, end, before) in enumerate(paged.prefills):
         part = slice(start, end)
         keys = key[..., part, :]
         values = value[..., part, :]

@@ -168,10 +168,11 @@ class Probe:
         """Compute spans of sequences: hidden states `[tokens, hidden]`."""
         prefills: list[Prefill] = []
         total = 0
-        for tokens, start, row in spans:
+        for tokens, start, _ in spans:
             total += len(tokens)
-            prefills.append((total - len(tokens), total, start, np.array([[row]]) if start else None))
-        step = PagedContext(_packed(spans), prefills, state_slots=[row for *_, row in spans])
+            prefills.append((total - len(tokens), total, start))
+        rows = [row for *_, row in spans]
+        step = PagedContext(_packed(spans), prefills, np.array(rows)[:, None], state_slots=rows)
         return step.run(self._body, cache, self._weight.device)
 
     def _new_states(self) -> RecurrentStates | None:

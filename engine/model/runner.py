@@ -11,6 +11,7 @@ from collections.abc import Sequence as Tokens
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -43,39 +44,27 @@ def read_batch(batch: Batch, blocks: BlockManager, has_states: bool) -> list[Pag
     return steps
 
 
-def _read(chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager) -> PagedContext:
+def _read(chunks: list[Chunk], decodes: list[Sequence], blocks: BlockManager) -> PagedContext:
     """Read the tokens, blocks and slots of one forward pass."""
-    size = blocks.block_size
-    tables = blocks.tables
-    row_of = blocks.rows
-    num_prefilled = sum(chunk.end - chunk.start for chunk in chunks)
-    packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
-    token_ids, positions, slots = packed
+    tokens: list[int] = []
+    places: list[NDArray[np.int64]] = []
     prefills: list[Prefill] = []
-    end = 0
     for chunk in chunks:
-        start = end
-        end += chunk.end - chunk.start
-        first = chunk.sequences[0]
-        row = row_of[first.seq_id]
-        token_ids[start:end] = first.span(chunk.start, chunk.end)
-        positions[start:end] = at = np.arange(chunk.start, chunk.end)
-        slots[start:end] = tables[row, at // size] * size + at % size
-        if chunk.start:
-            table = tables[row : row + 1, : -(-chunk.end // size)].copy()
-        else:
-            table = None
-        prefills.append((start, end, chunk.start, table))
-    rows = [row_of[sequence.seq_id] for sequence in decodes]
-    width = 0
-    if decodes:
-        token_ids[end:] = [sequence.last_token for sequence in decodes]
-        positions[end:] = lengths = [sequence.length - 1 for sequence in decodes]
-        block, offset = np.divmod(positions[end:], size)
-        slots[end:] = tables[rows, block] * size + offset
-        width = max(lengths) // size + 1
-    slots_of_states = [row_of[sequence.seq_id] for chunk in chunks for sequence in chunk.sequences] + rows
-    return PagedContext(packed, prefills, tables[rows, :width], state_slots=slots_of_states)
+        start = len(tokens)
+        tokens += chunk.sequences[0].span(chunk.start, chunk.end)
+        places.append(np.arange(chunk.start, chunk.end))
+        prefills.append((start, len(tokens), chunk.start))
+    counts = [end - start for start, end, _ in prefills] + [1] * len(decodes)
+    tokens += [sequence.last_token for sequence in decodes]
+    places.append(np.array([sequence.length - 1 for sequence in decodes], np.int64))
+    positions = np.concatenate(places)
+    block, offset = np.divmod(positions, blocks.block_size)
+    decoding = [blocks.rows[sequence.seq_id] for sequence in decodes]
+    rows = [blocks.rows[chunk.sequences[0].seq_id] for chunk in chunks] + decoding
+    slots = blocks.tables[np.repeat(rows, counts), block] * blocks.block_size + offset
+    state_slots = [blocks.rows[sequence.seq_id] for chunk in chunks for sequence in chunk.sequences] + decoding
+    tables = blocks.tables[rows, : block.max() + 1]
+    return PagedContext(np.stack([tokens, positions, slots]), prefills, tables, state_slots=state_slots)
 
 
 class ModelRunner:
@@ -199,13 +188,14 @@ class ModelRunner:
                 tokens = min(tokens, max_model_len)
             else:
                 tokens = max_model_len
-        starts = np.arange(0, tokens, max_model_len).tolist()
-        prefills: list[Prefill] = [(start, min(tokens, start + max_model_len), 0, None) for start in starts]
+        starts = range(0, tokens, max_model_len)
+        prefills = [(start, min(tokens, start + max_model_len), 0) for start in starts]
+        tables = np.zeros((len(starts), -(-max_model_len // self._block_size)), np.int64)
         packed = np.zeros((3, tokens), np.int64)
         packed[1] = np.arange(tokens) % max_model_len
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        hidden = self._execute([PagedContext(packed, prefills, state_slots=[0])])
+        hidden = self._execute([PagedContext(packed, prefills, tables, state_slots=[0])])
         self.compute_logits(self.select(hidden, [0] * rows)).softmax(-1).sort(-1)  # as for top_p
         del hidden
         torch.cuda.synchronize(device)
