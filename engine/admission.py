@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
-from engine.keywords import refuse_unknown, without_neutral
+from engine.keywords import accept
 from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from engine.step.restriction import Restriction
@@ -51,32 +51,37 @@ class Admission:
         if too_long is not None and params.max_tokens is not None and len(token_ids) < self._max_model_len:
             raise too_long
         sequences = [self._sequence(index, request_id, token_ids, params) for index in range(params.width)]
+        if params.max_tokens is None:
+            max_length = self._max_model_len
+        else:
+            max_length = len(token_ids) + params.max_tokens
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos or params.constraint is not None:
+            stop_ids |= self._eos
+        restriction = None
         if params.allowed_token_ids is not None or params.bad_words:
-            restriction = Restriction(params, self.texts, sequences[0].stop_ids, self._device)
-            for sequence in sequences:
-                sequence.restriction = restriction
+            restriction = Restriction(params, self.texts, stop_ids, self._device)
         if params.use_beam_search:
-            tokens = params.width * sequences[0].max_length
+            tokens = params.width * max_length
             most = self._num_tokens
             if tokens > most:
                 why = f"{params.width} beams with {tokens} tokens don't fit in the KV cache of {most} tokens"
                 raise InvalidRequest(f"{why}: lower best_of or max_tokens", param="best_of")
         streams = stream and params.width == params.n and not params.use_beam_search
         seed = sequence_seed(self._config.seed, request_id, params.seed, params.width)  # beside those of the sequences
-        group = SequenceGroup(request_id, sequences, params, text, streams, seed=seed)
+        group = SequenceGroup(
+            request_id, sequences, params, text, streams, max_length, stop_ids, restriction, seed=seed
+        )
         if too_long is not None:
-            for sequence in group.sequences:
-                sequence.finish(SequenceStatus.FINISHED_IGNORED, too_long)
+            group.error = too_long
+            group.set_status(SequenceStatus.FINISHED_IGNORED)
         return group
 
     def _sequence(self, index: int, request_id: str, token_ids: list[int], params: SamplingParams) -> Sequence:
-        ignores_eos = params.ignore_eos and params.constraint is None
         return Sequence(
             index,
             params,
             token_ids,
-            max_length=self._max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens,
-            stop_ids=frozenset(params.stop_token_ids) if ignores_eos else self._eos.union(params.stop_token_ids),
             seed=sequence_seed(self._config.seed, request_id, params.seed, index),
             detokenizer=Detokenizer(self.texts, params),
         )
@@ -129,7 +134,7 @@ def _unwrapped(prompt: Prompt) -> tuple[str | None, list[int] | None]:
         return prompt, None
     if not isinstance(prompt, Mapping):
         return None, list(prompt)
-    refuse_unknown("a prompt", without_neutral(prompt), ("prompt", "prompt_token_ids"))
+    accept("a prompt", prompt, ("prompt", "prompt_token_ids"))
     text = prompt.get("prompt")
     token_ids = prompt.get("prompt_token_ids")
     if text is None and token_ids is None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from engine.config import EngineConfig, LoadOptions
-from engine.keywords import refuse_unknown, without_neutral
+from engine.keywords import accept
 from engine.llm_engine import LLMEngine
 from engine.logits_processors.loading import describe, load_post_processor
 from engine.model.loader import LoadedModel, load_model
@@ -60,12 +60,11 @@ class BaseLLM:
         processor: LogitPostProcessor | type | str | None = None,
         **options: Any,
     ) -> None:
-        options = without_neutral(options)
         loading = set[str]()
         if isinstance(model, str):
             loading = {field.name for field in fields(LoadOptions)}
         configurable = {field.name for field in fields(EngineConfig)}
-        refuse_unknown(type(self).__name__, options, loading | configurable)
+        options = accept(type(self).__name__, options, loading | configurable)
         given = {name: options.pop(name) for name in configurable & options.keys()}
         config = replace(config or EngineConfig(), **given)
         self._own_pool: MaskPool | None = None

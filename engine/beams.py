@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from engine.memory.block_manager import BlockManager
 from engine.sampler import SamplerOutput, ranked_logprobs
@@ -44,13 +45,14 @@ class BeamSearch:
     def __init__(self, group: SequenceGroup) -> None:
         self.finished: list[Hypothesis] = []
         """Best first, at most `width`."""
-        self._first = first = group.sequences[0]
+        self._group = group
+        self._detokenizer = group.sequences[0].detokenizer
         self._params = group.sampling_params
         self._width = group.sampling_params.width
-        self._max_tokens = first.max_length - len(group.prompt_token_ids)
+        self._max_tokens = group.max_length - len(group.prompt_token_ids)
         self._logprobs = [0.0] + [-math.inf] * (self._width - 1)  # all beams begin with the same tokens
 
-    def advance(self, logprobs: torch.Tensor, outputs: list[list[int]]) -> list[Candidate] | None:
+    def advance(self, logprobs: Tensor, outputs: list[list[int]]) -> list[Candidate] | None:
         """Choose the next beams from the outputs of each and the log-probabilities of the next token, float32
         `[width, vocab]`, -inf where it is forbidden. None: the search has ended, and `finished` is the result."""
         length = len(outputs[0]) + 1
@@ -77,16 +79,16 @@ class BeamSearch:
         return float(logprob / length**self._params.length_penalty)
 
     def _is_stopped(self, tokens: list[int]) -> bool:
-        if tokens[-1] in self._first.stop_ids:
+        if tokens[-1] in self._group.stop_ids:
             return True
         stop = self._params.stop
         least = self._params.min_tokens
-        return bool(stop) and self._first.detokenizer.completes_stop(tokens, least)
+        return bool(stop) and self._detokenizer.completes_stop(tokens, least)
 
-    def _best(self, logprobs: torch.Tensor) -> list[Candidate]:
+    def _best(self, logprobs: Tensor) -> list[Candidate]:
         """Return the best continuations of all beams: enough for `width` of them to go on."""
         total = (logprobs + torch.tensor(self._logprobs, device=logprobs.device)[:, None]).flatten()
-        count = max(2, 1 + len(self._first.stop_ids)) * self._width
+        count = max(2, 1 + len(self._group.stop_ids)) * self._width
         values, places = total.topk(min(count, len(total)))
         vocab = logprobs.shape[1]
         return [
@@ -117,7 +119,7 @@ def advance_beams(
     groups: dict[SequenceGroup, dict[Sequence, int]] = {}
     for place, row in enumerate(batch.beams):
         sequence = batch.sequences[row]
-        if row not in sampled.skipped and not sequence.is_finished():
+        if row not in sampled.unsampled and not sequence.is_finished():
             groups.setdefault(sequence.group, {})[sequence] = place
     ended: dict[SequenceGroup, list[Hypothesis]] = {}
     for group, places in groups.items():
@@ -135,8 +137,8 @@ def _advance(
     count = group.sampling_params.logprobs
     assert sampled.beam_scores is not None
     group.first_token_time = group.first_token_time or time.monotonic()
-    outputs = [one.data.output_token_ids[:] for one in beams]
-    logprobs = [one.output_logprobs[:] for one in beams]
+    outputs = [one.output_token_ids[:] for one in beams]
+    logprobs = [one.record.logprobs[:] for one in beams]
     chosen = group.search.advance(sampled.beam_scores[rows], outputs)
 
     def scored(one: Candidate) -> list[TokenLogprobs]:
@@ -155,7 +157,7 @@ def _advance(
     blocks.take_over({ids[own]: ids[one.beam] for own, one in enumerate(chosen) if own != one.beam})
     for own, sequence, candidate in zip(outputs, beams, chosen, strict=True):
         output = outputs[candidate.beam]
-        if own != output and sequence.guided is not None:
+        if own != output and sequence.view is not None:
             same = next(place for place, (a, b) in enumerate(zip(own, output, strict=True)) if a != b)
             processor.rollback(sequence.seq_id, same)
         sequence.take_over([*output, candidate.token], candidate.logprob, scored(candidate))

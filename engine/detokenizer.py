@@ -117,6 +117,9 @@ class Detokenizer:
     def _begin(self) -> None:
         self._decoder = _utf8("replace")
         self._done = 0
+        self._is_complete = False
+        self.stop: str | None = None
+        """The stop string that has ended the text."""
         self.text = ""
         """The text so far, including held-back text."""
         if self._make_parser is not None and self._stop:
@@ -130,7 +133,7 @@ class Detokenizer:
 
     def feed(self, token_ids: Sequence[int], count: int) -> None:
         """Add the first `count` of `token_ids` that were not added before."""
-        if count > self._done:
+        if count > self._done and not self._is_complete:
             pieces = [self._pieces[token] for token in token_ids[self._done : count]]
             for place in range(self._done, count) if self._special else ():
                 if place and self._special.issuperset(token_ids[place - 1 : place + 1]):
@@ -147,7 +150,7 @@ class Detokenizer:
                         self._free += _GAP * len(text)
             self._done = count
 
-    def rewind(self, count: int) -> None:
+    def rollback(self, count: int) -> None:
         """Forget the tokens after the first `count`. `feed` decodes all text again, because a character may be cut."""
         if count < self._done:
             self._begin()
@@ -155,7 +158,10 @@ class Detokenizer:
             self.free_places.intersection_update(range(count))
 
     def flush(self) -> None:
-        """End the text: replace or drop an incomplete character."""
+        """End the text: replace or drop an incomplete character. Idempotent."""
+        if self._is_complete:
+            return
+        self._is_complete = True
         if self._whole_characters:
             self._decoder.reset()
         self.text += self._decoder.decode(b"", final=True)
@@ -177,6 +183,8 @@ class Detokenizer:
         else:
             end = self._end_of(searched[: at + len(stop)])
         self.text = self.text[: end if self._include_stop else end - len(stop)]
+        self.stop = stop
+        self._is_complete = True
         return stop
 
     def _searched(self) -> str:

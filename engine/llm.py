@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from engine.admission import Prompt
 from engine.base_llm import BaseLLM
-from engine.keywords import refuse_unknown, without_neutral
+from engine.keywords import accept
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.step.sequence import SequenceGroup
@@ -48,7 +48,7 @@ class LLM(BaseLLM):
         Raises:
             InvalidRequest: a request is invalid. No request was run.
         """
-        refuse_unknown("generate()", without_neutral(others), ("prompts", "sampling_params", "use_tqdm"))
+        accept("generate()", others, ("prompts", "sampling_params", "use_tqdm"))
         if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
             prompts = [cast(Prompt, prompts)]
         given = sampling_params or SamplingParams()

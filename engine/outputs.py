@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.step.logprobs import TokenLogprobs
-from engine.step.sequence import MaskDetails, Sequence, SequenceGroup, SequenceStatus
+from engine.step.record import MaskDetails
+from engine.step.sequence import Sequence, SequenceGroup, SequenceStatus
 from guided.errors import GuidedError
 from guided.fields.output_types import parse_as
 
@@ -72,7 +73,9 @@ class CompletionOutput:
         """Take a snapshot of a sequence."""
         params = sequence.params
         finished = sequence.is_finished()
-        guided = sequence.guided
+        output = sequence.output_token_ids
+        record = sequence.record
+        view = sequence.view
         wants_logprobs = params.logprobs is not None
         has_sum = params.needs_logprobs or params.use_beam_search
         if finished:
@@ -81,22 +84,22 @@ class CompletionOutput:
             held_back = sequence.held_back
         count = max(0, sequence.num_output_tokens - held_back)
         if wants_logprobs:  # the log-probabilities of forced tokens come with the next step
-            count = min(count, len(sequence.output_logprobs))
+            count = min(count, len(record.logprobs))
         if params.mask_details and not finished:
-            count = min(count, sequence.num_scored)
+            count = min(count, record.num_scored(len(output)))
         _read_text(sequence, finished, count)
         text = sequence.detokenizer.visible(finished)
         if held_back:  # the search for stop strings has read tokens that are held back
-            text = text[: len(sequence.detokenizer.text_of(sequence.data.output_token_ids[:count]))]
+            text = text[: len(sequence.detokenizer.text_of(output[:count]))]
         if params.mask_details:
-            details = sequence.details
+            details = record.details
         else:
             details = None
         if details is not None:
-            if guided is None:
+            if view is None:
                 seconds = 0.0
             else:
-                seconds = guided.mask_seconds or 0.0
+                seconds = view.mask_seconds or 0.0
             allowed = details.allowed[:count]
             forced = details.forced[:count]
             kept = details.kept[:count]
@@ -105,17 +108,17 @@ class CompletionOutput:
         return cls(
             sequence.index,
             text,
-            sequence.data.output_token_ids[:count],
-            sequence.data.cumulative_logprob if has_sum else None,
-            [*sequence.output_logprobs[:count]] if wants_logprobs else None,
+            output[:count],
+            record.cumulative_logprob if has_sum else None,
+            [*record.logprobs[:count]] if wants_logprobs else None,
             SequenceStatus.get_finished_reason(sequence.status),
             sequence.ended_by_stop_token and not params.include_stop_str_in_output,
             sequence.stop_reason,
             sequence.error,
             params.output_type,
-            guided is not None and guided.steered,
+            view is not None and view.steered,
             details,
-            dict(sequence.vetoes),
+            dict(record.vetoes),
         )
 
 
@@ -159,7 +162,7 @@ class RequestOutput:
         if params.resample and all(seq.status in complete for seq in seqs):
             seqs, effective = _resampled(group)
         elif not params.use_beam_search:
-            seqs.sort(key=lambda seq: seq.data.cumulative_logprob, reverse=True)
+            seqs.sort(key=lambda seq: seq.record.cumulative_logprob, reverse=True)
         outputs = [CompletionOutput.from_sequence(seq) for seq in seqs[: params.n]]
         constraint = params.constraint
         return cls(
@@ -173,7 +176,7 @@ class RequestOutput:
             group.checked,
             () if constraint is None else constraint.closed,
             group.compile_seconds,
-            next((seq.error for seq in group.sequences if seq.error is not None), None),
+            group.error,
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),
             group.prompt_logprobs[:] if params.prompt_logprobs is not None else None,
             group.num_cached_tokens,
@@ -190,7 +193,10 @@ def _resampled(group: SequenceGroup) -> tuple[list[Sequence], float]:
     weight.
     """
     complete = [seq for seq in group.sequences if seq.status is SequenceStatus.FINISHED_STOPPED] or group.sequences
-    logs = [math.fsum(log for log in seq.details.kept if log is not None) if seq.details else 0.0 for seq in complete]
+    logs: list[float] = []
+    for seq in complete:
+        assert seq.record.details is not None
+        logs.append(math.fsum(log for log in seq.record.details.kept if log is not None))
     weights = [math.exp(log - max(logs)) for log in logs]
     effective = sum(weights) ** 2 / sum(weight * weight for weight in weights)
     return random.Random(group.seed).choices(complete, weights, k=group.sampling_params.n), effective
@@ -198,11 +204,8 @@ def _resampled(group: SequenceGroup) -> tuple[list[Sequence], float]:
 
 def _read_text(sequence: Sequence, finished: bool, count: int) -> None:
     """Extend the text to `count` tokens, without the stop token that ended it unless the request asks for that."""
-    if sequence.text_complete:
-        return
     if sequence.ended_by_stop_token and not sequence.params.include_stop_str_in_output:
         count -= 1
-    sequence.detokenizer.feed(sequence.data.output_token_ids, count)
+    sequence.detokenizer.feed(sequence.output_token_ids, count)
     if finished:
         sequence.detokenizer.flush()
-        sequence.text_complete = True

@@ -35,8 +35,7 @@ class PersistentBatch:
             else:
                 index = len(places)
             places[index : index + 1] = [sequence]
-            data = sequence.data
-            added.append((index, sequence.params, data.prompt_token_ids, data.output_token_ids))
+            added.append((index, sequence.params, sequence.prompt_token_ids, sequence.output_token_ids))
         removed = free[len(added) :]
         for index in removed:
             places[index] = None
@@ -98,7 +97,7 @@ class IndexedBatch:
             if sequence not in self._known:
                 index = self._free.pop()
                 self._known[sequence] = index, sequence.edits, 0
-                self._processor.add_request((sequence.params, len(sequence.data.prompt_token_ids), index))
+                self._processor.add_request((sequence.params, len(sequence.prompt_token_ids), index))
             self._write(sequence)
         mapping = [self._known[sequence][0] for sequence in rows]
         same = mapping == self._mapping
@@ -110,6 +109,6 @@ class IndexedBatch:
         index, edits, start = self._known[sequence]
         if edits != sequence.edits:
             start = 0
-        self._token_ids[index, start : sequence.length] = sequence.data.span(start, sequence.length)
+        self._token_ids[index, start : sequence.length] = sequence.span(start, sequence.length)
         self._seq_lens[index] = sequence.length
         self._known[sequence] = index, sequence.edits, sequence.length

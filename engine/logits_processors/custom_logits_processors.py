@@ -12,6 +12,7 @@ from collections.abc import Sequence as Rows
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from engine.logits_processors.batch import IndexedBatch, PersistentBatch
 from engine.logits_processors.interface import LogitsProcessor, VllmConfig, is_revised
@@ -58,13 +59,13 @@ class _Host:
         else:
             self._processor.update_state(self._batch.update(self._rows))
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         """Process the logits of the announced rows, float32 `[rows, vocab]`."""
         rows = logits
         if self._late:
             rows = torch.cat([logits, logits.new_zeros(len(self._late), logits.shape[1])])
         after: object = self._processor.apply(rows)
-        if not isinstance(after, torch.Tensor):
+        if not isinstance(after, Tensor):
             raise TypeError(f"{self.name}.apply returned {type(after).__name__} instead of the logits")
         if after.shape != rows.shape:
             raise ValueError(f"{self.name}.apply returned shape {tuple(after.shape)} for {tuple(rows.shape)}")
@@ -124,9 +125,7 @@ class CustomLogitsProcessors:
             except Exception:
                 self._note(host)
 
-    def run(
-        self, hosts: list[_Host], logits: torch.Tensor, batch: Batch, again: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
+    def run(self, hosts: list[_Host], logits: Tensor, batch: Batch, again: Callable[[], Tensor]) -> Tensor:
         """Run `before` or `after` on float32 `[rows, vocab]`. `again` recomputes the logits if a processor raises."""
         while True:  # each failing round adds a broken host
             for host in hosts:
@@ -142,7 +141,7 @@ class CustomLogitsProcessors:
                 return logits
             logits = again()
 
-    def _one_by_one(self, host: _Host, logits: torch.Tensor, rows: Rows[Sequence]) -> None:
+    def _one_by_one(self, host: _Host, logits: Tensor, rows: Rows[Sequence]) -> None:
         """Process the rows one by one, in place, and record the rows on which the processor raises."""
         is_new = False
         for row, sequence in enumerate(rows):

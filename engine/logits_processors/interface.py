@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from engine.sampling_params import SamplingParams
 
@@ -65,9 +66,7 @@ AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
 MovedRequest = tuple[int, int, MoveDirectionality]
 """i1, i2, and the direction."""
 
-RequestLogitsProcessor = (
-    Callable[[list[int], torch.Tensor], torch.Tensor] | Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
-)
+RequestLogitsProcessor = Callable[[list[int], Tensor], Tensor] | Callable[[list[int], list[int], Tensor], Tensor]
 """A request-level processor: ([prompt ids,] output ids, logits `[vocab]`) -> logits `[vocab]`."""
 
 
@@ -105,7 +104,7 @@ class LogitsProcessor(ABC):
         """`device` is the device of the logits. `is_pin_memory`: whether pinned memory makes copies to it faster."""
 
     @abstractmethod
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         """Change the logits, float32 `[batch size, vocab]`, in place or not, and return them in the same shape."""
 
     @abstractmethod
@@ -159,7 +158,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
     of a callable should depend only on its arguments, because preempted sequences get a new callable."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.req_info: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.req_info: dict[int, Callable[[Tensor], Tensor]] = {}
         """Row -> the callable, bound to the lists of token ids."""
 
     @abstractmethod
@@ -177,7 +176,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
         process_dict_updates(self.req_info, batch_update, bound)
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         for row, of_row in self.req_info.items():
             before = logits[row]
             after = of_row(before)

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.logits_processors.interface import LogitsProcessor, ModelConfig, SchedulerConfig, VllmConfig, is_revised
 from guided.errors import bounded
+from guided.pools.protocol import MaskPool
+from guided.processors.guided_processor import GuidedProcessor
 from guided.processors.logit_post_processor import LogitPostProcessor
+from guided.processors.post_processors import PostProcessors
 from guided.processors.rfc_5423 import RFC5423Adapter, is_literal
 
 if TYPE_CHECKING:
@@ -89,6 +92,19 @@ def _check_methods(processor: LogitPostProcessor) -> None:
             is_callable = False
         if not is_callable:
             raise ValueError(f"the post-processor {processor.name} needs the method {method}{signature}")
+
+
+def bundle(pool: MaskPool | None, processor: LogitPostProcessor | None) -> PostProcessors:
+    """Return the post-processors of an engine, which contains their exceptions: the standard one, if there is a pool,
+    then an application's."""
+    if isinstance(processor, PostProcessors):
+        return processor
+    members: list[LogitPostProcessor] = []
+    if pool is not None and not isinstance(processor, GuidedProcessor):
+        members.append(GuidedProcessor(pool))
+    if processor is not None:
+        members.append(processor)
+    return PostProcessors(*members)
 
 
 def import_named(what: str, name: str | EntryPoint) -> Any:

@@ -143,7 +143,7 @@ class BlockManager:
             self._release(self._blocks[child])
             self._set(child, blocks, prefixes)
 
-    def rewind(self, seq_id: int, num_tokens: int) -> None:
+    def rollback(self, seq_id: int, num_tokens: int) -> None:
         """Note that the sequence's tokens after the first `num_tokens` will be computed again, and may be others."""
         first = num_tokens // self.block_size
         del self._prefixes.get(seq_id, [])[first:]

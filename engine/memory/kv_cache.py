@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.memory.recurrent import RecurrentStates, StateLayout
@@ -55,7 +56,7 @@ class KVCache:
         """Maximum number of tokens of which a decode step gathers the keys at once (or one longer sequence)."""
         slots = (num_blocks + 1) * block_size
 
-        def empty(heads: int, dim: int) -> torch.Tensor:
+        def empty(heads: int, dim: int) -> Tensor:
             # Written now: `torch.zeros` would take main memory only where it is first used, at any time under load.
             return torch.empty(slots, heads, dim, dtype=dtype, device=device).zero_()
 
@@ -64,17 +65,17 @@ class KVCache:
         self._gathered = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
         """Keys and values that were gathered last. Memory is reused: clearing new pages takes longer than the copy."""
 
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store `[tokens, kv_heads, dim]` at `slots`, int64 `[tokens]`."""
         self.keys[layer].index_copy_(0, slots, key)
         self.values[layer].index_copy_(0, slots, value)
 
-    def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Read the keys and values of blocks `tables`, int64 `[rows, blocks]`, as `[rows, kv_heads, slots, dim]`. The
         tensors are overwritten by the next call."""
         return self._gather(self.keys[layer], tables, 0), self._gather(self.values[layer], tables, 1)
 
-    def _gather(self, cache: torch.Tensor, tables: torch.Tensor, place: int) -> torch.Tensor:
+    def _gather(self, cache: Tensor, tables: Tensor, place: int) -> Tensor:
         _, heads, dim = cache.shape
         (rows, blocks) = tables.shape
         width = self.block_size * heads * dim

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """The `layer_types` of configurations that have recurrent layers; a hybrid layer has attention beside one."""
@@ -31,7 +32,7 @@ def is_recurrent(config: Any) -> bool:
 class StateLayout:
     """The states of one sequence, and how the model takes them."""
 
-    shapes: Mapping[StateKey, torch.Tensor]
+    shapes: Mapping[StateKey, Tensor]
     """Each state `[1, ...]`, on the device "meta"."""
     argument: str = "past_key_values"
     """Name of the argument of the model's body: Mamba calls it `cache_params`."""
@@ -50,18 +51,18 @@ class RecurrentStates:
 
     def __init__(self, layout: StateLayout, slots: int, device: torch.device) -> None:
         self.argument = layout.argument
-        self.tensors: dict[StateKey, torch.Tensor] = {}
+        self.tensors: dict[StateKey, Tensor] = {}
         self._slots = slots
         self._device = device
         for key, state in layout.shapes.items():
             self._add(key, state, state.dtype)
 
-    def _add(self, key: StateKey, state: torch.Tensor, dtype: torch.dtype) -> None:
+    def _add(self, key: StateKey, state: Tensor, dtype: torch.dtype) -> None:
         shape = self._slots, *state.shape[1:]
         self.tensors[key] = torch.zeros(shape, dtype=dtype, device=self._device)
 
     @property
-    def shapes(self) -> dict[StateKey, torch.Tensor]:
+    def shapes(self) -> dict[StateKey, Tensor]:
         """As `StateLayout.shapes`."""
         return {key: tensor[:1].to("meta") for key, tensor in self.tensors.items()}
 
@@ -72,7 +73,7 @@ class RecurrentStates:
             for tensor in self.tensors.values():
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
 
-    def write(self, key: StateKey, slots: torch.Tensor, state: torch.Tensor) -> None:
+    def write(self, key: StateKey, slots: Tensor, state: Tensor) -> None:
         """Store states, `[rows, ...]`, in slots, int64 `[rows]`; one row in all of the slots."""
         if key not in self.tensors:
             # A sum over many tokens loses too much in 16 bits.
@@ -90,14 +91,14 @@ class StepStates:
         is_new: the sequences begin. Layers then get None instead of a state.
     """
 
-    def __init__(self, states: RecurrentStates, slots: torch.Tensor, rows: int, is_new: bool) -> None:
+    def __init__(self, states: RecurrentStates, slots: Tensor, rows: int, is_new: bool) -> None:
         self.layer = -1
         """The layer that was in use last."""
         self._states = states
         self._slots = slots
         self._is_new = is_new
         self._read_slots = slots[:rows]
-        self._given: dict[StateKey, torch.Tensor] = {}
+        self._given: dict[StateKey, Tensor] = {}
         """States of this layer. It may change them in place, without a call."""
 
     def _enter(self, layer: int) -> None:
@@ -112,16 +113,14 @@ class StepStates:
             self._states.write(key, self._slots, state)
         self._given = {}
 
-    def _get(self, kind: str, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+    def _get(self, kind: str, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         self._enter(layer_idx)
         key = kind, layer_idx, state_idx
         if not self._is_new and key not in self._given and key in self._states.tensors:
             self._given[key] = self._states.tensors[key].index_select(0, self._read_slots)
         return self._given.get(key)
 
-    def _set(
-        self, kind: str, state: torch.Tensor, layer_idx: int, state_idx: int = 0, **others: object
-    ) -> torch.Tensor:
+    def _set(self, kind: str, state: Tensor, layer_idx: int, state_idx: int = 0, **others: object) -> Tensor:
         self._enter(layer_idx)
         self._given[kind, layer_idx, state_idx] = state
         return state
@@ -133,13 +132,13 @@ class StepStates:
     update_recurrent_state = partialmethod(_set, "recurrent")
     get_linear_cache = partialmethod(_get, "linear")
 
-    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Replace a state of MiniMax."""
         self._set("linear", linear_cache, layer_idx)
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
-    ) -> torch.Tensor:
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
         """Add inputs of a convolution, `[rows, channels, tokens]`. Returns them after those before them."""
         before = self._get("conv", layer_idx, state_idx)
         if before is None:
@@ -155,9 +154,7 @@ class StepStates:
         """Return whether states of earlier tokens are kept too: never."""
         return False
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object) -> tuple[Tensor, Tensor]:
         """Note the layer. `paged_attention`, which comes next, stores keys and values."""
         self._enter(layer_idx)
         return key_states, value_states

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import AttentionInterface
 
 from engine.memory.kv_cache import KVCache
@@ -45,7 +46,7 @@ class Span(NamedTuple):
     length: int | None = None
     is_chunk: bool = False
 
-    def first(self, positions: torch.Tensor) -> torch.Tensor:
+    def first(self, positions: Tensor) -> Tensor:
         """Return the position of the first token that tokens at these positions attend to."""
         if self.length is None:
             return torch.zeros_like(positions)
@@ -59,7 +60,7 @@ class Scores(NamedTuple):
 
     scaling: float | None = None
     softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
     """`[heads]`: the score of a key without a value."""
 
     @property
@@ -68,27 +69,25 @@ class Scores(NamedTuple):
         return self.softcap is not None or self.sinks is not None
 
 
-Prefill = tuple[int, int, int, NDArray[np.int64] | None]
-"""A chunk: tokens `start` to `end` of the row, the number of the sequence's tokens before it; their keys and values are
-in the cache, and, if there are such tokens, its blocks, int64 `[1, blocks]`."""
+Prefill = tuple[int, int, int]
+"""A chunk: tokens `start` to `end` of the row, and the number of the sequence's tokens before it, of which the keys and
+values are in the cache."""
 
 
 class FlattenedRow:
     """Takes the place of transformers' `Cache`, for models that count the tokens before a step's themselves."""
 
-    def __init__(self, positions: torch.Tensor) -> None:
+    def __init__(self, positions: Tensor) -> None:
         self._positions = positions
 
-    def get_seq_length(self, layer_idx: int | None = None) -> torch.Tensor | int:
+    def get_seq_length(self, layer_idx: int | None = None) -> Tensor | int:
         """Return what a layer adds to the place of each token in the row to get its position in its sequence. Models
         ask without a layer: they know the positions."""
         if layer_idx is None:
             return 0
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **others: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **others: Any) -> tuple[Tensor, Tensor]:
         """Leave the keys and values to `paged_attention`."""
         return key_states, value_states
 
@@ -97,13 +96,13 @@ class StepTensors(NamedTuple):
     """What a forward pass reads, on the device. All are int64. A row that pads a decode step to a fixed size has
     position 0, the first slot of the cache's last block, and any blocks."""
 
-    packed: torch.Tensor
+    packed: Tensor
     """`[3, tokens]`: as `PagedContext.packed`."""
-    starts: torch.Tensor
+    starts: Tensor
     """`[sequences + 1]`: first token of each sequence, and number of tokens."""
-    tables: torch.Tensor
+    tables: Tensor
     """`[sequences, blocks]`: blocks of each sequence, padded with any valid block."""
-    state_slots: torch.Tensor
+    state_slots: Tensor
     """As `PagedContext.state_slots`."""
 
 
@@ -115,8 +114,8 @@ class PagedContext:
     packed: NDArray[np.int64]
     """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
     prefills: Sequence[Prefill]
-    tables: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
-    """int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block."""
+    tables: NDArray[np.int64]
+    """int64 `[prefills + decodes, blocks]`: blocks of the sequences, padded with any valid block."""
     copies: Sequence[tuple[int, int]] = ()
     """As `Batch.copies`."""
     state_slots: Sequence[int] = ()
@@ -126,10 +125,15 @@ class PagedContext:
     states: StepStates | None = field(default=None, init=False)
     """The recurrent states of the forward pass, while it runs."""
 
-    def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
+    @property
+    def num_decodes(self) -> int:
+        """Number of decoding sequences."""
+        return len(self.tables) - len(self.prefills)
+
+    def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
         self.copy(cache)
-        return self.forward(body, cache, self.send(cache.block_size, device))
+        return self.forward(body, cache, self.send(device))
 
     def copy(self, cache: KVCache) -> None:
         """Copy the blocks and states that the forward pass writes, where they are shared."""
@@ -138,30 +142,18 @@ class PagedContext:
         if cache.states is not None:
             cache.states.copy(self.state_copies)
 
-    def send(self, block_size: int, device: torch.device) -> StepTensors:
+    def send(self, device: torch.device) -> StepTensors:
         """Copy what the forward pass reads to the device."""
-        num_prefills = len(self.prefills)
         total = self.packed.shape[1]
         starts = [start for start, *_ in self.prefills]
-        starts += range(total - len(self.tables), total + 1)
-        rows = [self._blocks(prefill, block_size) for prefill in self.prefills]
-        width = max([self.tables.shape[1], *map(len, rows)])
-        tables = np.zeros((len(starts) - 1, width), np.int64)
-        tables[num_prefills:, : self.tables.shape[1]] = self.tables
-        for row, blocks in enumerate(rows):
-            tables[row, : len(blocks)] = blocks
-        parts = [self.packed, np.array(starts), tables, np.array(self.state_slots, np.int64)]
+        starts += range(total - self.num_decodes, total + 1)
+        parts = [self.packed, np.array(starts), self.tables, np.array(self.state_slots, np.int64)]
         # One transfer is faster than four.
         sent = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device, non_blocking=True)
         tensors = torch.split(sent, [part.size for part in parts])
         return StepTensors(*(tensor.view(part.shape) for tensor, part in zip(tensors, parts, strict=True)))
 
-    def _blocks(self, prefill: Prefill, block_size: int) -> NDArray[np.int64]:
-        start, end, _, table = prefill
-        blocks: NDArray[np.int64] = self.packed[2, start:end:block_size] // block_size if table is None else table[0]
-        return blocks
-
-    def forward(self, body: torch.nn.Module, cache: KVCache, tensors: StepTensors) -> torch.Tensor:
+    def forward(self, body: torch.nn.Module, cache: KVCache, tensors: StepTensors) -> Tensor:
         """Run the forward pass on what is on the device: hidden states `[tokens, hidden]`. With a cache that does not
         gather, a CUDA graph can hold it: it waits for nothing, and reads nothing else of this object than the number of
         prefills and of decoding sequences."""
@@ -170,9 +162,9 @@ class PagedContext:
         rows = 1
         name = "past_key_values"
         if cache.states is not None:
-            rows = len(self.tables) or 1
+            rows = self.num_decodes or 1
             name = cache.states.argument
-            is_new = any(before == 0 for _, _, before, _ in self.prefills)
+            is_new = any(before == 0 for *_, before in self.prefills)
             self.states = StepStates(cache.states, tensors.state_slots, rows, is_new)
         others: dict[str, Any] = {name: self.states or FlattenedRow(positions)}
         # Kernels of Triton, as Liger's, are launched on the current device.
@@ -183,21 +175,21 @@ class PagedContext:
         if self.states is not None:
             self.states.finish()
         # Mamba adds its layers up in float32.
-        hidden: torch.Tensor = output.last_hidden_state.flatten(0, 1).to(cache.dtype)
+        hidden: Tensor = output.last_hidden_state.flatten(0, 1).to(cache.dtype)
         return hidden
 
     def move(self, cache: KVCache, tensors: StepTensors) -> None:
         """Prepare the attention of the step."""
         self.cache = cache
         self.tensors = tensors
-        self._masks: dict[tuple[int, Span], torch.Tensor] = {}
+        self._masks: dict[tuple[int, Span], Tensor] = {}
         if cache.gathers:
-            lengths = np.asarray(self.packed[1, self.packed.shape[1] - len(self.tables) :] + 1)
+            lengths = np.asarray(self.packed[1, self.packed.shape[1] - self.num_decodes :] + 1)
             tables = tensors.tables[len(self.prefills) :]
             self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
             """(tables, lengths) of decoding sequences of which the keys are gathered together."""
 
-    def mask(self, part: int, span: Span, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, part: int, span: Span, dtype: torch.dtype) -> Tensor:
         """Return the additive mask `[sequences, 1, 1, slots]` of the keys of a part, built once per step."""
         mask = self._masks.get((part, span))
         if mask is None:
@@ -210,8 +202,8 @@ class PagedContext:
 
 
 def split_decodes(
-    tables: torch.Tensor, lengths: NDArray[np.int64], block_size: int, gather_tokens: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tables: Tensor, lengths: NDArray[np.int64], block_size: int, gather_tokens: int
+) -> list[tuple[Tensor, Tensor]]:
     """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding. `tables` is
     int64 `[sequences, blocks]`, on the device. `lengths`, int64 `[sequences]`, includes the current token."""
     starts = [0]
@@ -221,7 +213,7 @@ def split_decodes(
         if row > starts[-1] and (row + 1 - starts[-1]) * longest > gather_tokens:
             starts.append(row)
             longest = length
-    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    parts: list[tuple[Tensor, Tensor]] = []
     for start, own in zip(starts, np.split(lengths, starts[1:]), strict=True):
         if len(own):
             own_tables = tables[start : start + len(own), : -(-int(own.max()) // block_size)].contiguous()
@@ -244,17 +236,17 @@ def running(step: PagedContext) -> Iterator[None]:
 
 def paged_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = _NOT_PASSED,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Store this layer's keys and values, `[1, kv_heads, tokens, dim]`, and compute the attention of `query`,
     `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights.
 
@@ -296,8 +288,8 @@ def paged_attention(
     if not paged.prefills:
         attended = _decode(query, paged, layer, scores, span, key.shape[1])
         return attended.view(rows, -1, *attended.shape[2:]), None
-    parts: list[torch.Tensor] = []
-    for row, (start, end, before, _) in enumerate(paged.prefills):
+    parts: list[Tensor] = []
+    for row, (start, end, before) in enumerate(paged.prefills):
         part = slice(start, end)
         keys = key[..., part, :]
         values = value[..., part, :]
@@ -323,9 +315,7 @@ def _span(config: Any, layer: int) -> Span:
     return Span(getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
 
 
-def _prefill(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int, scores: Scores, span: Span
-) -> torch.Tensor:
+def _prefill(query: Tensor, key: Tensor, value: Tensor, before: int, scores: Scores, span: Span) -> Tensor:
     """Attention within one sequence, with `before` tokens before the first of `query`: `[1, heads, tokens, dim]` in,
     `[1, tokens, heads, dim]` out. Keys after the last of `query` are ignored."""
     tokens = query.shape[2]
@@ -349,14 +339,12 @@ def _prefill(
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 
-def _decode(
-    query: torch.Tensor, paged: PagedContext, layer: int, scores: Scores, span: Span, kv_heads: int
-) -> torch.Tensor:
+def _decode(query: Tensor, paged: PagedContext, layer: int, scores: Scores, span: Span, kv_heads: int) -> Tensor:
     """Attention of one token per sequence: `[1, heads, decodes, dim]` in, `[1, decodes, heads, dim]` out."""
     _, heads, decodes, dim = query.shape
     # Query heads that share a key head take the place of query tokens, so that no key is repeated.
     grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     rows = torch.split(grouped, [len(lengths) for _, lengths in paged.decodes])
     for part, ((tables, _), own) in enumerate(zip(paged.decodes, rows, strict=True)):
         keys, values = paged.cache.gather(layer, tables)
@@ -364,9 +352,7 @@ def _decode(
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scores: Scores
-) -> torch.Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Attention of `query`, `[rows, heads, tokens, dim]`, to as many heads of keys. `mask` is additive, or True where a
     token attends to a key. None: to all keys until its own."""
     if not scores.are_changed:

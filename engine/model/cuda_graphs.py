@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from tqdm import tqdm
 
 from guided.errors import bounded
 
 logger = logging.getLogger(__name__)
 
-Outputs = tuple[torch.Tensor, ...]
+Outputs = tuple[Tensor, ...]
 """Hidden states `[rows, hidden]` and logits `[rows, vocab]`, in the model's dtype."""
 
 
@@ -96,8 +97,8 @@ class DecodeGraphs:
     def __init__(
         self,
         calls: GraphCalls,
-        forward: Callable[[torch.Tensor, torch.Tensor], Outputs],
-        padding: torch.Tensor,
+        forward: Callable[[Tensor, Tensor], Outputs],
+        padding: Tensor,
         max_blocks: int,
         sizes: list[int],
         device: torch.device,
@@ -116,7 +117,7 @@ class DecodeGraphs:
         while that of the step before it may still be copied."""
         self._outputs: Outputs = ()
         """Shared by all sizes: logits of each would take gigabytes."""
-        self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[Any, Tensor]] = {}
         """Graphs and their inputs, by number of rows."""
         for size in tqdm(sizes, desc="capturing CUDA graphs", disable=len(sizes) == 1 or None):
             inputs = self._padding.repeat(1, size).to(device)
@@ -131,7 +132,7 @@ class DecodeGraphs:
                 logger.warning("there are no CUDA graphs below %d rows: %s", min(self._graphs), bounded(repr(cause)))
                 break
 
-    def _record(self, inputs: torch.Tensor, tables: torch.Tensor) -> None:
+    def _record(self, inputs: Tensor, tables: Tensor) -> None:
         for kept, output in zip(self._outputs, self._forward(inputs, tables), strict=True):
             kept[: len(output)].copy_(output)
 

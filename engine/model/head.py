@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-Head = Callable[[torch.Tensor], torch.Tensor]
+Head = Callable[[Tensor], Tensor]
 """Computes the logits `[rows, padded_vocab_size]` of hidden states `[rows, hidden]`."""
 
 
@@ -26,7 +27,7 @@ def body_name(model: Any) -> str:
     return str(names[0])
 
 
-def heads_of(model: Any, hidden: torch.Tensor) -> list[Head]:
+def heads_of(model: Any, hidden: Tensor) -> list[Head]:
     """Return what may compute the model's logits, the likely one first.
 
     For most models the forward pass does the same as the head, and costs more: then there is only the head. `hidden`,
@@ -55,6 +56,6 @@ def _without_body(model: Any) -> Any:
     return model
 
 
-def _run(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+def _run(model: Any, hidden: Tensor) -> Tensor:
+    logits: Tensor = model(inputs_embeds=hidden[None], use_cache=False).logits[0]
     return logits

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _PROGRAMS = 512
 """Programs that keep a GPU busy."""
@@ -104,7 +105,7 @@ def _attend(
         tl.store(sums + place, peak + tl.log(total), mask=is_row)
 
 
-def constants(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, is_decode: bool) -> dict[str, Any]:
+def constants(query: Tensor, keys: Tensor, values: Tensor, is_decode: bool) -> dict[str, Any]:
     """Return those constants of `_attend` that depend on the model, and on whether each sequence has one token."""
     key_dim = query.shape[2]
     value_dim = values.shape[2]
@@ -133,19 +134,19 @@ def constants(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, is_
 
 @torch.library.custom_op("guided::attend", mutates_args=())
 def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sinks: torch.Tensor | None,
-    positions: torch.Tensor,
-    starts: torch.Tensor,
-    tables: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    positions: Tensor,
+    starts: Tensor,
+    tables: Tensor,
     block_size: int,
     scale: float,
     softcap: float | None,
     span: int,
     is_chunk: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the attention of a step: `[tokens, heads, value_dim]`. All but `query` is contiguous.
 
     Args:
@@ -168,7 +169,7 @@ def attend(
     shape = constants(query, keys, values, num_tokens == sequences)
     tiles = (num_tokens + sequences * (shape["TOKENS"] - 1)) // shape["TOKENS"]
     splits = max(1, min(_PROGRAMS // (tiles * key_heads), width * block_size // _KEYS_OF_SPLIT))
-    result: torch.Tensor = _output(query, keys, values)
+    result: Tensor = _output(query, keys, values)
     parts = result
     sums = None
     if splits > 1:
@@ -185,6 +186,6 @@ def attend(
 
 
 @attend.register_fake
-def _output(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *others: object) -> torch.Tensor:
-    result: torch.Tensor = query.new_empty(*query.shape[:2], values.shape[2])
+def _output(query: Tensor, keys: Tensor, values: Tensor, *others: object) -> Tensor:
+    result: Tensor = query.new_empty(*query.shape[:2], values.shape[2])
     return result

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import GenerationConfig
 
 from engine.memory.kv_cache import KVCache, LayerShapes
@@ -37,12 +38,12 @@ Span = tuple[list[int], int, int]
 class _Recorder(KVCache):
     """Records the shapes of the layers, and stores nothing."""
 
-    def __init__(self, weight: torch.Tensor, states: RecurrentStates | None) -> None:
+    def __init__(self, weight: Tensor, states: RecurrentStates | None) -> None:
         super().__init__({}, 1, 1, weight.dtype, weight.device, states)
         self.gathers = True
         self.layers: dict[int, LayerShapes] = {}
 
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         if layer in self.layers:
             raise UnsupportedModelError(f"two attention modules of the model have layer index {layer}")
         self.layers[layer] = LayerShapes(key.shape[1], key.shape[2], value.shape[2])
@@ -127,10 +128,10 @@ class Probe:
             vars(part).update(values)
         logger.warning("the model runs without fused kernels: %s", why)
 
-    def _agrees(self, logits: torch.Tensor) -> bool:
+    def _agrees(self, logits: Tensor) -> bool:
         return _alike(logits.float(), self._expected, _SAME[self._weight.dtype])
 
-    def _compute(self) -> torch.Tensor:
+    def _compute(self) -> Tensor:
         """Compute the hidden states of which `find_head` compares the logits."""
         short, long = self._prompts
         begin = (long[:_CHUNK], 0, 1)
@@ -152,7 +153,7 @@ class Probe:
 
     def _resumes(self, begin: Span, end: Span) -> bool:
         """Return whether a second chunk takes the states of the first. Mamba 1 takes those of its convolution only."""
-        outputs: list[torch.Tensor] = []
+        outputs: list[Tensor] = []
         for forgets in (False, True):
             cache = self._new_cache()
             self._prefill(cache, begin)
@@ -163,14 +164,15 @@ class Probe:
         has_others = self.layout is not None and any(kind != "conv" for kind, *_ in self.layout.shapes)
         return not (has_others and torch.equal(*outputs))
 
-    def _prefill(self, cache: KVCache, *spans: Span) -> torch.Tensor:
+    def _prefill(self, cache: KVCache, *spans: Span) -> Tensor:
         """Compute spans of sequences: hidden states `[tokens, hidden]`."""
         prefills: list[Prefill] = []
         total = 0
-        for tokens, start, row in spans:
+        for tokens, start, _ in spans:
             total += len(tokens)
-            prefills.append((total - len(tokens), total, start, np.array([[row]]) if start else None))
-        step = PagedContext(_packed(spans), prefills, state_slots=[row for *_, row in spans])
+            prefills.append((total - len(tokens), total, start))
+        rows = [row for *_, row in spans]
+        step = PagedContext(_packed(spans), prefills, np.array(rows)[:, None], state_slots=rows)
         return step.run(self._body, cache, self._weight.device)
 
     def _new_states(self) -> RecurrentStates | None:
@@ -209,7 +211,7 @@ def _packed(spans: Iterable[Span]) -> NDArray[np.int64]:
     return np.concatenate(parts, axis=1)
 
 
-def _alike(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> bool:
+def _alike(ours: Tensor, theirs: Tensor, least: float) -> bool:
     if ours.shape != theirs.shape or not torch.allclose(ours.std(), theirs.std(), rtol=0.05):
         return False
     pairs = torch.stack([ours.flatten(), theirs.flatten()])

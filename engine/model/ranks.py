@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import distributed
+from torch import Tensor, distributed
 
 from engine.config import LoadOptions
 from engine.model.attention import PagedContext
@@ -43,7 +43,7 @@ class Selection(NamedTuple):
     rows: list[int] | None
     kept: list[NDArray[np.float32]]
 
-    def of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def of(self, hidden: Tensor) -> Tensor:
         """Return what is selected, `[rows, hidden]`."""
         if self.rows is not None:
             hidden = hidden.index_select(0, torch.tensor(self.rows, dtype=torch.int64, device=hidden.device))
@@ -52,7 +52,7 @@ class Selection(NamedTuple):
         return hidden
 
 
-def run_steps(steps: list[PagedContext], model: Any, cache: Any) -> torch.Tensor:
+def run_steps(steps: list[PagedContext], model: Any, cache: Any) -> Tensor:
     """Run the forward passes of a step on this process's part of the model: hidden states `[tokens, hidden]`."""
     hidden = [step.run(model.body, cache, model.device) for step in steps]
     if len(hidden) == 1:

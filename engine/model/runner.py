@@ -6,11 +6,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Sequence as Tokens
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.memory.block_manager import BlockManager
 from engine.memory.kv_cache import KVCache
 from engine.model.attention import PagedContext, Prefill, StepTensors
@@ -40,39 +44,27 @@ def read_batch(batch: Batch, blocks: BlockManager, has_states: bool) -> list[Pag
     return steps
 
 
-def _read(chunks: Tokens[Chunk], decodes: Tokens[Sequence], blocks: BlockManager) -> PagedContext:
+def _read(chunks: list[Chunk], decodes: list[Sequence], blocks: BlockManager) -> PagedContext:
     """Read the tokens, blocks and slots of one forward pass."""
-    size = blocks.block_size
-    tables = blocks.tables
-    row_of = blocks.rows
-    num_prefilled = sum(chunk.end - chunk.start for chunk in chunks)
-    packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
-    token_ids, positions, slots = packed
+    tokens: list[int] = []
+    places: list[NDArray[np.int64]] = []
     prefills: list[Prefill] = []
-    end = 0
     for chunk in chunks:
-        start = end
-        end += chunk.end - chunk.start
-        first = chunk.sequences[0]
-        row = row_of[first.seq_id]
-        token_ids[start:end] = first.data.span(chunk.start, chunk.end)
-        positions[start:end] = at = np.arange(chunk.start, chunk.end)
-        slots[start:end] = tables[row, at // size] * size + at % size
-        if chunk.start:
-            table = tables[row : row + 1, : -(-chunk.end // size)].copy()
-        else:
-            table = None
-        prefills.append((start, end, chunk.start, table))
-    rows = [row_of[sequence.seq_id] for sequence in decodes]
-    width = 0
-    if decodes:
-        token_ids[end:] = [sequence.last_token for sequence in decodes]
-        positions[end:] = lengths = [sequence.length - 1 for sequence in decodes]
-        block, offset = np.divmod(positions[end:], size)
-        slots[end:] = tables[rows, block] * size + offset
-        width = max(lengths) // size + 1
-    slots_of_states = [row_of[sequence.seq_id] for chunk in chunks for sequence in chunk.sequences] + rows
-    return PagedContext(packed, prefills, tables[rows, :width], state_slots=slots_of_states)
+        start = len(tokens)
+        tokens += chunk.sequences[0].span(chunk.start, chunk.end)
+        places.append(np.arange(chunk.start, chunk.end))
+        prefills.append((start, len(tokens), chunk.start))
+    counts = [end - start for start, end, _ in prefills] + [1] * len(decodes)
+    tokens += [sequence.last_token for sequence in decodes]
+    places.append(np.array([sequence.length - 1 for sequence in decodes], np.int64))
+    positions = np.concatenate(places)
+    block, offset = np.divmod(positions, blocks.block_size)
+    decoding = [blocks.rows[sequence.seq_id] for sequence in decodes]
+    rows = [blocks.rows[chunk.sequences[0].seq_id] for chunk in chunks] + decoding
+    slots = blocks.tables[np.repeat(rows, counts), block] * blocks.block_size + offset
+    state_slots = [blocks.rows[sequence.seq_id] for chunk in chunks for sequence in chunk.sequences] + decoding
+    tables = blocks.tables[rows, : block.max() + 1]
+    return PagedContext(np.stack([tokens, positions, slots]), prefills, tables, state_slots=state_slots)
 
 
 class ModelRunner:
@@ -115,7 +107,7 @@ class ModelRunner:
                 "CUDA graphs are off, so decoding is slower: a step cannot be captured: %s", bounded(repr(cause))
             )
 
-    def _decode(self, inputs: torch.Tensor, tables: torch.Tensor) -> Outputs:
+    def _decode(self, inputs: Tensor, tables: Tensor) -> Outputs:
         """Run the decode step of a graph. `inputs` are token ids, positions, slots of tokens and of states: int64 `[4,
         rows]`. `tables` are int64 `[rows, blocks]`."""
         starts = torch.arange(len(tables) + 1, device=inputs.device)
@@ -133,14 +125,14 @@ class ModelRunner:
         with self._everywhere(CacheSize(num_blocks, self._block_size, max_seqs, torch.get_num_threads())):
             self._cache = self._model.new_cache(num_blocks, self._block_size, max_seqs)
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, batch: Batch) -> Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input. Without a token to compute
         there is none, and the result is empty."""
         if not batch.computes:
             return torch.empty(0, dtype=self._model.dtype, device=self._model.device)
         return self._execute(read_batch(batch, self.blocks, self._model.layout is not None))
 
-    def _execute(self, steps: list[PagedContext]) -> torch.Tensor:
+    def _execute(self, steps: list[PagedContext]) -> Tensor:
         self._replayed = None
         first = steps[0]
         if self._graphs is not None and len(steps) == 1 and not first.prefills:
@@ -151,20 +143,31 @@ class ModelRunner:
         with self._everywhere(steps):
             return run_steps(steps, self._model, self._cache)
 
-    def select(self, hidden: torch.Tensor, rows: list[int] | None, kept: Tokens[Sequence] = ()) -> torch.Tensor:
+    def select(self, hidden: Tensor, rows: list[int] | None, kept: Tokens[Sequence] = ()) -> Tensor:
         """Return these rows of the step's hidden states, or all, and the ones that sequences have kept: `[rows,
         hidden]`."""
         selection = Selection(rows, [sequence.hidden for sequence in kept])
         with self._everywhere(selection):
             return selection.of(hidden)
 
-    def compute_logits(self, rows: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, rows: Tensor) -> Tensor:
         """Compute the logits of what `select` has returned: float32 `[rows, vocab]`, for the caller to change."""
         if self._replayed is not None and rows is self._replayed[0]:
             return self._replayed[1].to(torch.float32, copy=True)
         with self._everywhere(None):
-            logits: torch.Tensor = self._model.head(rows)
+            logits: Tensor = self._model.head(rows)
         return logits.float()
+
+    def available_memory(self, config: EngineConfig, max_model_len: int) -> int:
+        """Return the bytes that the KV cache may take in this process. Without a GPU: a quarter of the free memory, at
+        most 4 GiB, shared by all ranks."""
+        if self._model.device.type == "cuda":
+            return self.memory_for_cache(config.tokens_per_step(on_cpu=False), config.max_num_seqs, max_model_len)
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = min(free // 4, 4 << 30)
+        if self._model.ranks is not None:
+            memory //= self._model.ranks.size
+        return memory
 
     @torch.inference_mode()
     def memory_for_cache(self, tokens: int, rows: int, max_model_len: int) -> int:
@@ -185,13 +188,14 @@ class ModelRunner:
                 tokens = min(tokens, max_model_len)
             else:
                 tokens = max_model_len
-        starts = np.arange(0, tokens, max_model_len).tolist()
-        prefills: list[Prefill] = [(start, min(tokens, start + max_model_len), 0, None) for start in starts]
+        starts = range(0, tokens, max_model_len)
+        prefills = [(start, min(tokens, start + max_model_len), 0) for start in starts]
+        tables = np.zeros((len(starts), -(-max_model_len // self._block_size)), np.int64)
         packed = np.zeros((3, tokens), np.int64)
         packed[1] = np.arange(tokens) % max_model_len
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        hidden = self._execute([PagedContext(packed, prefills, state_slots=[0])])
+        hidden = self._execute([PagedContext(packed, prefills, tables, state_slots=[0])])
         self.compute_logits(self.select(hidden, [0] * rows)).softmax(-1).sort(-1)  # as for top_p
         del hidden
         torch.cuda.synchronize(device)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from engine.sampling_params import SamplingParams
+from engine.step.restriction import Restriction
 from engine.step.sequence import Sequence
 
 _numbers = count()  # shared by the engines of a process: they may use one pool
+Plan = TypeVar("Plan")
 
 
 @dataclass(slots=True)
@@ -34,14 +37,14 @@ class Chunk:
         """Yield (first, last) of its prompt tokens and forced tokens that have no log-probabilities yet, although they
         are wanted. Row `row + first - 1 - start` predicts `first`."""
         sequence = self.sequences[0]
-        num_prompt = len(sequence.data.prompt_token_ids)
+        num_prompt = len(sequence.prompt_token_ids)
         if sequence.params.prompt_logprobs is not None:
             known = len(sequence.group.prompt_logprobs)
             last = min(self.end + 1, num_prompt)
             if known < last:
                 yield known, last
         if sequence.has_unscored_tokens:
-            known = num_prompt + sequence.num_scored
+            known = num_prompt + sequence.record.num_scored(sequence.num_output_tokens)
             last = min(self.end + 1, sequence.length)
             if known < last:
                 yield known, last
@@ -62,41 +65,58 @@ class Batch:
         self.copies = copies
         self.number = next(_numbers)
         """Another one for each object: the rows of a batch don't change."""
-        self.is_repeatable = True
-        """The next step may use this object again."""
         self.sequences = decodes
         """The sampled sequences."""
         self.selected: list[int] | None = None
         """The rows of the forward pass that are sampled. None: all, in order. The last row of a prefill is there once
         for each of its sequences. Rows of earlier chunks are not sampled."""
-        self.hidden: torch.Tensor
+        self.hidden: Tensor
         """`[rows, hidden]`: the hidden states of the sampled rows, those of `kept` last. Set by the step."""
         if prefills or kept:
             self._select()
-        guided = [row for row, sequence in enumerate(self.sequences) if sequence.guided is not None]
-        self.guided = tuple(sequence.guided for sequence in self.sequences if sequence.guided is not None)
-        """The rows for the post-processors: those with a constraint, or all."""
-        self.guided_rows = np.array(guided, np.intp)
-        """int `[len(guided)]`: their row numbers."""
+        processed = [row for row, sequence in enumerate(self.sequences) if sequence.view is not None]
+        self.processed = tuple(sequence.view for sequence in self.sequences if sequence.view is not None)
+        """The sequences that post-processors see: those with a constraint, or all."""
+        self.processed_rows = np.array(processed, np.intp)
+        """int `[len(processed)]`: their row numbers."""
         params = [sequence.params for sequence in self.sequences]
+        self._plans: dict[object, Any] = {}
 
         def rows(applies: Callable[[SamplingParams], object]) -> list[int]:
-            return [row for row, one in enumerate(params) if applies(one)]
+            return [row for row, request in enumerate(params) if applies(request)]
 
         # The rows that each part of sampling is for.
-        self.random = rows(lambda one: not one.is_greedy)
-        self.biased = rows(lambda one: one.logit_bias)
-        self.penalised = rows(lambda one: one.has_penalties)
-        self.with_min_tokens = rows(lambda one: one.min_tokens)
-        self.with_logprobs = [row for row, sequence in enumerate(self.sequences) if sequence.needs_logprobs]
-        self.with_masked_logprobs = [row for row in self.with_logprobs if params[row].logprobs_mode == "masked"]
-        places = [sequence.detokenizer.free_places for sequence in self.sequences]
-        self.searched = [(row, free) for row, free in enumerate(places) if free is not None]
+        self.constrained = rows(lambda request: request.constraint is not None)
+        self.random = rows(lambda request: not request.is_greedy)
+        self.biased = rows(lambda request: request.logit_bias)
+        self.penalised = rows(lambda request: request.has_penalties)
+        self.with_min_tokens = rows(lambda request: request.min_tokens)
+        self.beams = rows(lambda request: request.use_beam_search)
+        self.with_logprobs: list[int] = []
+        self.with_masked_logprobs: list[int] = []
+        self.measured: list[int] = []
+        """Rows with details of their masks."""
+        self.restricted: list[tuple[int, Restriction]] = []
+        self.searched: list[tuple[int, set[int]]] = []
         """Rows with a structural tag and stop strings: `Detokenizer.free_places` of each."""
-        limits = [sequence.restriction for sequence in self.sequences]
-        self.restricted = [(row, restriction) for row, restriction in enumerate(limits) if restriction is not None]
-        self.measured = [row for row, sequence in enumerate(self.sequences) if sequence.details is not None]
-        self.beams = rows(lambda one: one.use_beam_search)
+        for row, sequence in enumerate(self.sequences):
+            if sequence.record.needs_logprobs:
+                self.with_logprobs.append(row)
+                if params[row].logprobs_mode == "masked":
+                    self.with_masked_logprobs.append(row)
+            if sequence.record.details is not None:
+                self.measured.append(row)
+            if sequence.group.restriction is not None:
+                self.restricted.append((row, sequence.group.restriction))
+            if sequence.detokenizer.free_places is not None:
+                self.searched.append((row, sequence.detokenizer.free_places))
+
+    def plan(self, make: Callable[..., Plan], *arguments: Any) -> Plan:
+        """Return what `make` makes of this batch and `arguments`, once for all steps with these rows."""
+        if make not in self._plans:
+            self._plans[make] = make(self, *arguments)
+        plan: Plan = self._plans[make]
+        return plan
 
     def _select(self) -> None:
         self.sequences = []

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from engine.detokenizer import TokenTexts
 from engine.sampling_params import MAX_STOP_LENGTH, SamplingParams
@@ -29,7 +30,7 @@ class Restriction:
         self._forbidden = torch.full([len(self._texts)], params.allowed_token_ids is not None, device=device)
         self._forbidden[list(params.allowed_token_ids or ())] = False
         completing = cache(lambda ending: torch.tensor(texts.beginning_with(ending), device=device))
-        self._begun: list[tuple[bytes, torch.Tensor]] = []
+        self._begun: list[tuple[bytes, Tensor]] = []
         """Beginnings of bad words, and the tokens that complete the word after each."""
         for given in params.bad_words:
             word = (given.lstrip() or given).encode()
@@ -39,7 +40,7 @@ class Restriction:
                 if len(tokens):
                     self._begun.append((word[:cut], tokens))
 
-    def apply(self, logits: torch.Tensor, output: Sequence[int]) -> None:
+    def apply(self, logits: Tensor, output: Sequence[int]) -> None:
         """Write -inf over the forbidden logits, float32 `[vocab]`, of the token after `output`."""
         ending = logits[self._stop_ids]
         logits.masked_fill_(self._forbidden, -torch.inf)

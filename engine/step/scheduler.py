@@ -46,8 +46,6 @@ class Scheduler:
         self.prefilling: list[list[Sequence]] = []
         """The part of `running` with a prefill that has begun and not ended."""
         self.num_preemptions = 0
-        self.skipped: dict[Sequence, bool] = {}
-        """True: its mask was late. False: it is a beam, and the mask of another one of its group was."""
         self._last = Batch([], [], [], [])
         self._watermark = max(1, blocks.num_blocks // 100)
         """Blocks that stay free when a prefill starts, for the next tokens of the running sequences."""
@@ -56,6 +54,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a sequence could run now."""
         return bool(self.running or self.preempted or any(not group.waits_for_grammar for group in self.waiting))
+
+    @property
+    def late(self) -> set[Sequence]:
+        """Running sequences that wait for their mask, or for that of another beam of their group."""
+        return {sequence for sequence in self.running if sequence.is_late}
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group."""
@@ -82,9 +85,9 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Build the next step's batch. It is empty if no sequence can run."""
         before = self.num_preemptions
-        decodes, kept, copies = self._schedule_decodes()
-        delays = decodes or kept or self.skipped
-        if delays:
+        late = self.late
+        decodes, kept, copies = self._schedule_decodes(late)
+        if decodes or kept or late:
             budget = self.max_num_batched_tokens - len(decodes)
         else:
             budget = self.max_tokens_of_prefills
@@ -95,7 +98,7 @@ class Scheduler:
         decodes.sort(key=lambda sequence: sequence.length)
         last = self._last
         only_decodes = not chunks and not kept and not last.prefills and not last.kept
-        if only_decodes and last.is_repeatable and last.decodes == decodes:
+        if only_decodes and last.decodes == decodes:
             last.copies = copies
         else:
             self._last = Batch(chunks, decodes, kept, copies)
@@ -103,18 +106,18 @@ class Scheduler:
 
     # -- running sequences
 
-    def _schedule_decodes(self) -> tuple[list[Sequence], list[Sequence], list[tuple[int, int]]]:
-        """Assign slots to the new tokens of each running sequence. Preempt the newest while there are too few blocks. A
-        sequence with forced tokens becomes a prefill. Returns those with one new token, those without one, which have
-        kept a hidden state, and the blocks to copy."""
+    def _schedule_decodes(self, late: set[Sequence]) -> tuple[list[Sequence], list[Sequence], list[tuple[int, int]]]:
+        """Assign slots to the new tokens of each running sequence that is not late. Preempt the newest while there are
+        too few blocks. A sequence with forced tokens becomes a prefill. Returns the sequences with one new token, those
+        without one, which have kept a hidden state, and the blocks to copy."""
         copies: list[tuple[int, int]] = []
         append_slot = self.blocks.append_slot
         block_size = self.blocks.block_size
-        skipped = {sequence for prefill in self.prefilling for sequence in prefill}
+        busy = late.union(*self.prefilling)
         done = 0
         while done < len(self.running):
             sequence = self.running[done]
-            if sequence.is_late or sequence in skipped:
+            if sequence in busy:
                 done += 1
                 continue
             if sequence.computed % block_size == 0:
@@ -129,12 +132,20 @@ class Scheduler:
                 done = min(done, len(self.running))
                 continue
             done += 1
-        ready = [one for one in self.running if not one.is_late and one not in skipped]
-        decodes = [one for one in ready if 0 < one.computed == one.length - 1]
-        kept = [one for one in ready if one.computed == one.length]
-        self.prefilling[:0] = [[one] for one in ready if one.computed < max(1, one.length - 1)]
-        for sequence in decodes:
-            sequence.computed = sequence.length
+        decodes: list[Sequence] = []
+        kept: list[Sequence] = []
+        prefills: list[list[Sequence]] = []
+        for sequence in self.running:
+            if sequence in busy:
+                continue
+            if sequence.computed == sequence.length:
+                kept.append(sequence)
+            elif 0 < sequence.computed == sequence.length - 1:
+                sequence.computed = sequence.length
+                decodes.append(sequence)
+            else:
+                prefills.append([sequence])
+        self.prefilling[:0] = prefills
         return decodes, kept, copies
 
     def preempt(self, sequence: Sequence) -> None:
@@ -148,11 +159,10 @@ class Scheduler:
             self._free(one)
             one.status = SequenceStatus.WAITING
             one.computed = 0
-            one.is_late = False
             self.num_preemptions += 1
             self.preempted.appendleft(one)
 
-    def rewind(self, batch: Batch, row: int, again: bool) -> None:
+    def rollback(self, batch: Batch, row: int, again: bool) -> None:
         """Go on with what is left of the sequence of a row after a rollback. If only the sampled token was removed, it
         is sampled again, unless `again`. Otherwise its last token is computed again; all tokens, if the model has
         recurrent layers: their states do not go back."""
@@ -164,7 +174,7 @@ class Scheduler:
                 sequence.computed = sequence.length - 1
             else:
                 sequence.computed = 0
-            self.blocks.rewind(sequence.seq_id, sequence.computed)
+            self.blocks.rollback(sequence.seq_id, sequence.computed)
 
     # -- rows that are not sampled
 
@@ -173,38 +183,32 @@ class Scheduler:
         for row, hidden in zip(rows, batch.hidden[rows].float().cpu().numpy(), strict=True):
             batch.sequences[row].hidden = hidden
 
-    def skip(self, batch: Batch, late: Collection[int], failed: Collection[int]) -> frozenset[int]:
-        """Skip the sequences of the late rows, and beams if not all beams of their group can be sampled now. They keep
+    def delay(self, batch: Batch, late: Collection[int], failed: Collection[int]) -> frozenset[int]:
+        """Let the sequences of the late rows wait for their masks, and beams for all beams of their group. They keep
         their hidden states. Returns the rows of all these sequences."""
-        rows = dict.fromkeys(late, True)
+        rows = set(late)
+        for row in late:
+            if not batch.sequences[row].is_finished():  # a failed row may have ended its group
+                batch.sequences[row].status = SequenceStatus.LATE
         sampled = {batch.sequences[row] for row in batch.beams if row not in rows and row not in failed}
         for row in batch.beams:
             if not sampled.issuperset(batch.sequences[row].group.unfinished()):
-                rows.setdefault(row, False)
-        for row, is_late in rows.items():
-            sequence = batch.sequences[row]
-            if not sequence.is_finished():  # a failed row may have ended its group
-                sequence.is_late = True
-                self.skipped[sequence] = is_late
+                rows.add(row)
         self._keep(batch, list(rows))
         return frozenset(rows)
 
     def resume(self, decided: Collection[int] | None = None) -> None:
-        """Let the sequences with these ids be sampled, which have their mask, or an error; beams only together. None:
-        all."""
-        late = [one for one in self.skipped if one.is_late]
-        waits = {one for one in late if decided is not None and self.skipped[one] and one.seq_id not in decided}
-        ready = [one for one in late if waits.isdisjoint(one.group.sequences if one.params.use_beam_search else [one])]
-        for one in ready:
-            one.is_late = False
-        self.skipped = {one: one in waits for one in late if one.is_late}
+        """Let late sequences with these ids run: they have their mask, or an error. None: all."""
+        for sequence in self.running:
+            if sequence.status is SequenceStatus.LATE and (decided is None or sequence.seq_id in decided):
+                sequence.status = SequenceStatus.RUNNING
 
     def _free(self, sequence: Sequence) -> None:
         self._note_content(sequence)
         self.blocks.free(sequence.seq_id)
 
     def _note_content(self, sequence: Sequence) -> None:
-        self.blocks.note_content(sequence.seq_id, sequence.computed, sequence.data.span)
+        self.blocks.note_content(sequence.seq_id, sequence.computed, sequence.span)
 
     # -- prefills
 
@@ -254,7 +258,7 @@ class Scheduler:
         else:
             self.waiting.remove(first.group)
         scores = first.params.prompt_logprobs is not None or first.has_unscored_tokens
-        tokens = () if scores else first.data.token_ids
+        tokens = () if scores else first.span(0, first.length)
         computed = self.blocks.allocate([sequence.seq_id for sequence in part], first.length, tokens)
         for sequence in part:
             sequence.status = SequenceStatus.RUNNING

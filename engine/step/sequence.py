@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,12 +17,14 @@ from numpy.typing import NDArray
 from engine.detokenizer import Detokenizer
 from engine.sampling_params import SamplingParams
 from engine.step.logprobs import TokenLogprobs
+from engine.step.record import Measured, TokenRecord
 from engine.step.restriction import Restriction
 from guided.errors import GuidedError
 from guided.pools.protocol import CLIENT
 from guided.sequence import GuidedSequence
 
 _ids = itertools.count()
+_UNLIMITED = 1 << 60
 
 
 class SequenceStatus(Enum):
@@ -33,6 +33,8 @@ class SequenceStatus(Enum):
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"
     RUNNING = "running"
+    LATE = "late"
+    """Its mask was late. It keeps its blocks, and runs again once the mask is decided."""
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH_CAPPED = "length"
     FINISHED_ABORTED = "abort"
@@ -49,54 +51,7 @@ class SequenceStatus(Enum):
         return str(status.value)
 
 
-_UNFINISHED = {SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR, SequenceStatus.RUNNING}
-
-
-Measured = tuple[int, float | None]
-"""Number of tokens that a mask allowed, and the log of its kept mass. None: a forced token, not scored yet."""
-
-
-@dataclass(slots=True)
-class MaskDetails:
-    """What the masks of one sequence allowed, for requests with `mask_details` or `resample`."""
-
-    allowed: list[int | None] = field(default_factory=list)
-    """For each output token: the number of tokens that could be sampled. None: there was no mask."""
-    forced: list[bool] = field(default_factory=list)
-    """For each output token: it was appended without a forward pass of its own."""
-    kept: list[float | None] = field(default_factory=list)
-    """For each output token: the log of its kept mass, see `kept_mass`."""
-    exposed_seconds: float = 0.0
-    """By how much masks have lengthened the sequence's steps."""
-    mask_seconds: float = 0.0
-    """What its masks took the workers. Set in snapshots."""
-
-    @property
-    def kept_mass(self) -> list[float | None]:
-        """For each output token: the probability of all the tokens that its mask allowed, in the model's own
-        distribution (before bias and penalties, at temperature 1). None: there was no mask, or it is not known yet."""
-        return [None if log is None else math.exp(log) for log in self.kept]
-
-
-@dataclass(slots=True)
-class SequenceData:
-    """Token ids of one sequence."""
-
-    prompt_token_ids: list[int]
-    output_token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
-    """Sum over the output tokens that have log-probabilities (`Sequence.needs_logprobs`)."""
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and output."""
-        return self.prompt_token_ids + self.output_token_ids
-
-    def span(self, start: int, end: int) -> list[int]:
-        """Return tokens `start` to `end` of prompt and output."""
-        prompt = self.prompt_token_ids
-        num_prompt = len(self.prompt_token_ids)
-        return prompt[start:end] + self.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
+_UNFINISHED = {SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR, SequenceStatus.RUNNING, SequenceStatus.LATE}
 
 
 def uniforms(seed: int) -> Iterator[float]:
@@ -107,171 +62,142 @@ def uniforms(seed: int) -> Iterator[float]:
 
 
 class Sequence:
-    """One output while it is generated: the `index`th of its group. It ends with a token of `stop_ids`, or at
-    `max_length` tokens, the prompt included."""
+    """One output while it is generated: the `index`th of its group."""
+
+    group: SequenceGroup
+    """The request. It has the parameters and limits of all its sequences."""
+    hidden: NDArray[np.float32]
+    """`[hidden]`: the hidden state of the last token, there while `computed` is `length`: after a late mask, or after a
+    rollback of the sampled token. To sample the next token, only the head and the mask run again."""
 
     def __init__(
-        self,
-        index: int,
-        params: SamplingParams,
-        prompt_token_ids: list[int],
-        *,
-        max_length: int,
-        stop_ids: frozenset[int],
-        seed: int,
-        detokenizer: Detokenizer,
+        self, index: int, params: SamplingParams, prompt_token_ids: list[int], *, seed: int, detokenizer: Detokenizer
     ) -> None:
         self.seq_id = next(_ids)
         self.index = index
-        self.params = params
-        self.data = SequenceData(prompt_token_ids)
-        self.status = SequenceStatus.WAITING
-        self.max_length = max_length
-        self.stop_ids = stop_ids
-        self.detokenizer = detokenizer
-        self.restriction: Restriction | None = None
-        """What the request forbids, beside its constraint."""
-        self.uniforms = uniforms(seed)
+        self.prompt_token_ids = prompt_token_ids
+        self.output_token_ids: list[int] = []
         self.length = len(prompt_token_ids)
         """Prompt and output tokens, counted."""
         self.computed = 0
         """Number of its first tokens with keys and values in the cache, once the scheduled step has run."""
-        self.last_token = prompt_token_ids[-1] if prompt_token_ids else -1
+        self.status = SequenceStatus.WAITING
         self.edits = 0
         """Number of times that output tokens were replaced or removed."""
-        self.needs_logprobs = params.needs_logprobs
-        """Compute log-probabilities of each output token."""
-        self.output_logprobs: list[TokenLogprobs] = []
-        self.stop_reason: str | int | None = None
-        """The stop string or stop token that ended it; None for the model's own stop tokens."""
-        self.ended_by_stop_token = False
-        self.text_complete = False
-        """`detokenizer.text` is final."""
-        self.error: GuidedError | None = None
-        self.is_late = False
-        """Its mask is late, or that of another beam of its group. It does not run, and keeps its blocks."""
-        self.hidden: NDArray[np.float32]
-        """`[hidden]`: the hidden state of its last token, there while `computed` is `length`: after a late mask, or
-        after a rollback of the sampled token. To sample the next token, only the head and the mask run again."""
-        self.group: SequenceGroup
-        self.details = MaskDetails() if params.mask_details or params.resample else None
-        self.vetoes: Counter[str] = Counter()
-        """Number of times that tokens were taken back, by the keyword of the schema that they violated."""
-        self.guided: GuidedSequence | None = None
-        """Its view for post-processors, if it has a constraint or one of them handles all rows."""
+        self.uniforms = uniforms(seed)
+        self.detokenizer = detokenizer
+        self.record = TokenRecord(params)
+        self.view: GuidedSequence | None = None
+        """What post-processors see of it, if it has a constraint or one of them handles all rows."""
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.group.sampling_params
 
     @property
     def num_output_tokens(self) -> int:
-        return self.length - len(self.data.prompt_token_ids)
+        return len(self.output_token_ids)
+
+    @property
+    def last_token(self) -> int:
+        if self.output_token_ids:
+            return self.output_token_ids[-1]
+        return self.prompt_token_ids[-1]
+
+    def span(self, start: int, end: int) -> list[int]:
+        """Return tokens `start` to `end` of prompt and output."""
+        prompt = self.prompt_token_ids
+        num_prompt = len(prompt)
+        return prompt[start:end] + self.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
 
     @property
     def held_back(self) -> int:
         """Number of newest tokens that outputs do not show before the end, because they may be taken back."""
-        if self.guided is None:
-            final = None
-        else:
-            final = self.guided.final
-        if final is None:
-            return self.group.held_back
-        return max(self.group.held_back, self.num_output_tokens - final)
+        held_back = self.group.held_back
+        if self.view is None or self.view.final is None:
+            return held_back
+        return max(held_back, self.num_output_tokens - self.view.final)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its mask is late, or that of another beam of its group. It does not run, and keeps its blocks."""
+        if self.params.use_beam_search:
+            return any(beam.status is SequenceStatus.LATE for beam in self.group.sequences)
+        return self.status is SequenceStatus.LATE
 
     def is_finished(self) -> bool:
         """Return whether it has ended."""
         return self.status not in _UNFINISHED
 
+    @property
+    def has_unscored_tokens(self) -> bool:
+        """Whether forced tokens lack what is wanted of them: the step that computes them scores them."""
+        return self.record.num_scored(self.num_output_tokens) < self.num_output_tokens
+
+    @property
+    def ended_by_stop_token(self) -> bool:
+        return self.is_finished() and bool(self.output_token_ids) and self.last_token in self.group.stop_ids
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token that ended it; None for the model's own stop tokens."""
+        if not self.ended_by_stop_token:
+            return self.detokenizer.stop
+        if self.last_token in self.params.stop_token_ids:
+            return self.last_token
+        return None
+
+    @property
+    def error(self) -> GuidedError | None:
+        """The error that ended it."""
+        if self.status in (SequenceStatus.FINISHED_INTERNAL_ERROR, SequenceStatus.FINISHED_IGNORED):
+            return self.group.error
+        return None
+
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None, measured: Measured | None = None) -> bool:
         """Add a token and, if they are requested, its log-probabilities and what its mask allowed. Returns whether it
         has ended the sequence."""
-        self.data.output_token_ids.append(token_id)
-        self.last_token = token_id
+        self.output_token_ids.append(token_id)
         self.length += 1
-        if logprobs is not None:
-            self.add_logprobs(logprobs)
-        if self.details is not None and measured is not None:
-            (allowed, kept) = measured
-            constrained = self.params.constraint is not None
-            self.details.allowed.append(allowed if constrained else None)
-            self.details.forced.append(kept is None)
-            if kept is not None or not constrained:
-                self.details.kept.append(kept if constrained else None)
-        if token_id in self.stop_ids or self.length >= self.max_length or self.params.stop:
+        if logprobs is not None or measured is not None:
+            self.record.add(logprobs, measured)
+        group = self.group
+        if token_id in group.stop_ids or self.length >= group.max_length or group.sampling_params.stop:
             return self.end_if_complete()
         return False
 
     def take_over(self, output: list[int], logprob: float, logprobs: list[TokenLogprobs]) -> None:
         """Replace the output, its cumulative log-probability and, if they are requested, those of its tokens."""
-        self.data.output_token_ids[:] = output
-        self.length = len(self.data.prompt_token_ids) + len(output)
-        self.last_token = output[-1]
-        self.data.cumulative_logprob = logprob
-        self.output_logprobs = logprobs
+        self.output_token_ids[:] = output
+        self.length = len(self.prompt_token_ids) + len(output)
+        self.record.cumulative_logprob = logprob
+        self.record.logprobs = logprobs
         self.edits += 1
 
-    def roll_back(self, count: int) -> None:
+    def rollback(self, count: int) -> None:
         """Remove the last `count` output tokens."""
-        del self.data.output_token_ids[-count:]
+        del self.output_token_ids[-count:]
         self.length -= count
         self.edits += 1
-        self.last_token = self.data.span(self.length - 1, self.length)[0]
-        self.detokenizer.rewind(self.num_output_tokens)
-        if self.details is not None:
-            for each in (self.details.allowed, self.details.forced, self.details.kept):
-                del each[self.num_output_tokens :]
-        while len(self.output_logprobs) > self.num_output_tokens:
-            self.data.cumulative_logprob -= self.output_logprobs.pop().own
-
-    @property
-    def num_scored(self) -> int:
-        """Number of its first output tokens that have what is wanted of them: log-probabilities and kept masses."""
-        scored = len(self.output_logprobs) if self.needs_logprobs else self.num_output_tokens
-        if self.details is None:
-            return scored
-        return min(scored, len(self.details.kept))
-
-    @property
-    def has_unscored_tokens(self) -> bool:
-        """Forced tokens lack what is wanted of them: the step that computes them scores them."""
-        return self.num_scored < self.num_output_tokens
-
-    def add_score(self, entries: TokenLogprobs) -> None:
-        """Add the log-probabilities of the first forced token that has none. Its kept mass is its own probability."""
-        place = self.num_scored
-        if self.details is not None and len(self.details.kept) == place:
-            self.details.kept.append(entries.own)
-        if self.needs_logprobs and len(self.output_logprobs) == place:
-            self.add_logprobs(entries)
-
-    def add_logprobs(self, entries: TokenLogprobs) -> None:
-        """Add the log-probabilities that were requested for the newest token."""
-        self.output_logprobs.append(entries)
-        self.data.cumulative_logprob += entries.own
+        self.detokenizer.rollback(self.num_output_tokens)
+        self.record.rollback(self.num_output_tokens)
 
     def end_if_complete(self) -> bool:
         """End it at a stop token, a stop string, or its maximum length, in this order. Returns whether it has ended."""
-        token = self.last_token
-        output = self.data.output_token_ids
         params = self.params
-        if token in self.stop_ids:
+        ends = self.last_token in self.group.stop_ids
+        if params.stop and not ends:
+            ends = self.detokenizer.find_stop(self.output_token_ids, params.min_tokens) is not None
+        if ends:
             self.finish(SequenceStatus.FINISHED_STOPPED)
-            self.ended_by_stop_token = True
-            if token in params.stop_token_ids:
-                self.stop_reason = token
-            else:
-                self.stop_reason = None
-        elif params.stop and (stop := self.detokenizer.find_stop(output, params.min_tokens)) is not None:
-            self.finish(SequenceStatus.FINISHED_STOPPED)
-            self.stop_reason = stop
-            self.text_complete = True
-        elif self.length >= self.max_length:
+        elif self.length >= self.group.max_length:
             self.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
         return self.is_finished()
 
-    def finish(self, status: SequenceStatus, error: GuidedError | None = None) -> None:
+    def finish(self, status: SequenceStatus) -> None:
         """End it, unless it has ended already."""
         if not self.is_finished():
             self.status = status
-            self.error = error
-            self.is_late = False
 
 
 @dataclass(eq=False)
@@ -284,6 +210,12 @@ class SequenceGroup:
     prompt: str | None = None
     stream: bool = True
     """Report after every step, not only at the end."""
+    max_length: int = _UNLIMITED
+    """Maximum number of tokens of a sequence, the prompt included."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a sequence."""
+    restriction: Restriction | None = None
+    """What the request forbids, beside its constraint."""
     held_back: int = 0
     """Number of newest tokens that outputs do not show before the end: the post-processor may take them back."""
     backend: str | None = None
@@ -305,6 +237,8 @@ class SequenceGroup:
     """`engine.beams.BeamSearch`, once it has begun."""
     first_token_time: float | None = None
     finished_time: float | None = None
+    error: GuidedError | None = None
+    """The error that has ended the sequences that had not ended before."""
 
     def __post_init__(self) -> None:
         for sequence in self.sequences:
@@ -315,15 +249,14 @@ class SequenceGroup:
         params = self.sampling_params
         budget = None
         if params.complete and params.constraint is not None:
-            first = self.sequences[0]
-            budget = first.max_length - first.length
+            budget = self.max_length - len(self.prompt_token_ids)
         for sequence in self.sequences:
-            sequence.needs_logprobs |= needs_logprobs and not params.use_beam_search
-            sequence.guided = GuidedSequence(
+            sequence.record.needs_logprobs |= needs_logprobs and not params.use_beam_search
+            sequence.view = GuidedSequence(
                 self.request_id,
                 sequence.seq_id,
-                sequence.data.output_token_ids,
-                sequence.data.prompt_token_ids,
+                sequence.output_token_ids,
+                sequence.prompt_token_ids,
                 params,
                 constrained=params.constraint is not None,
                 eos_token_id=eos_token_id,
@@ -333,7 +266,7 @@ class SequenceGroup:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        return self.sequences[0].data.prompt_token_ids
+        return self.sequences[0].prompt_token_ids
 
     @property
     def seqs_dict(self) -> dict[int, Sequence]:
@@ -357,7 +290,7 @@ class SequenceGroup:
         return self.sequences[0].status is SequenceStatus.WAITING_FOR_GRAMMAR
 
     def set_status(self, status: SequenceStatus) -> None:
-        """Move all unfinished sequences to an unfinished status."""
+        """Move all unfinished sequences to another status."""
         for sequence in self.unfinished():
             sequence.status = status
 

@@ -203,7 +203,7 @@ class GuidedProcessor(LogitPostProcessor):
 
     def _wait_for_first(self, sequences: Sequence[GuidedSequence], until: float, seconds: float) -> StepMasks:
         """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again."""
-        late = self._request_ids.keys() - self._pool.decided(self._request_ids)
+        late = self._sequences.keys() - self._pool.decided(self._sequences)
         late.update(sequence.sequence_id for sequence in sequences)
         while not self._pool.decided(late) and time.perf_counter() < until:
             time.sleep(_LOOK_SECONDS)

@@ -14,7 +14,7 @@ from engine.llm_engine import LLMEngine
 from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.step.sequence import Sequence
+from engine.step.sequence import Sequence, SequenceGroup
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary
@@ -36,8 +36,9 @@ def make_engine(tiny_model: LoadedModel) -> Callable[..., LLMEngine]:
 
 def new_sequence(params: SamplingParams, prompt: list[int], index: int = 0, seed: int = 5) -> Sequence:
     """A sequence without an engine. It has no model: its stop token is 0."""
-    texts = Detokenizer(TEXTS, params)
-    return Sequence(index, params, prompt, max_length=1000, stop_ids=frozenset({0}), seed=seed, detokenizer=texts)
+    sequence = Sequence(index, params, prompt, seed=seed, detokenizer=Detokenizer(TEXTS, params))
+    SequenceGroup("r", [sequence], params, max_length=1000, stop_ids=frozenset({0}))
+    return sequence
 
 
 def run(engine: LLMEngine, requests: dict[str, tuple[Any, SamplingParams]]) -> dict[str, RequestOutput]:

@@ -30,13 +30,15 @@ def cache(num_blocks: int = 32, gather_tokens: int = 1000) -> KVCache:
 
 
 def context_of(
-    store: KVCache, slots: list[int], prefills: list[Prefill], tables: Any, lengths: list[int]
+    store: KVCache, slots: list[int], prefills: list[Prefill], tables: list[list[int]], lengths: list[int]
 ) -> PagedContext:
+    width = max(map(len, tables))
+    padded = np.array([[*blocks, *[0] * (width - len(blocks))] for blocks in tables], np.int64)
     packed = np.zeros((3, len(slots)), np.int64)
     packed[2] = slots
     packed[1, len(slots) - len(lengths) :] = np.array(lengths, np.int64) - 1
-    context = PagedContext(packed, prefills, np.asarray(tables, np.int64))
-    context.move(store, context.send(BLOCK, CPU))
+    context = PagedContext(packed, prefills, padded)
+    context.move(store, context.send(CPU))
     return context
 
 
@@ -103,6 +105,7 @@ def test_prefills_and_decodes_in_one_row(
     tables = torch.randperm(64, generator=generator)[: width * len(decodes)].view(len(decodes), width)
     free = torch.randperm(64, generator=generator)  # prefills may overlap decodes' padding only: give them the rest
     rest = [block for block in free.tolist() if block not in set(tables.flatten().tolist())]
+    blocks: list[list[int]] = []
     expected, slots, spans, keys, values, queries = [], [], [], [], [], []
     end = 0
     for before, length in prefills:
@@ -112,7 +115,8 @@ def test_prefills_and_decodes_in_one_row(
         where = [mine[at // BLOCK] * BLOCK + at % BLOCK for at in range(total)]
         store.write(0, torch.tensor(where[:before], dtype=torch.int64), k[:before], v[:before])
         slots += where[before:]
-        spans.append((end, end + length, before, np.array([mine]) if before else None))
+        spans.append((end, end + length, before))
+        blocks.append(mine)
         end += length
         keys.append(k[before:]), values.append(v[before:]), queries.append(q)
         expected.append(plainly(q, k, v, window, chunk, softcap, sinks))
@@ -123,7 +127,7 @@ def test_prefills_and_decodes_in_one_row(
         slots.append(int(where[-1]))
         keys.append(k[-1:]), values.append(v[-1:]), queries.append(q)
         expected.append(plainly(q, k, v, window, chunk, softcap, sinks))
-    context = context_of(store, slots, spans, tables, decodes)
+    context = context_of(store, slots, spans, blocks + tables.tolist(), decodes)
 
     def flat(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts).transpose(0, 1)[None]

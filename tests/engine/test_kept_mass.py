@@ -18,6 +18,7 @@ from engine.outputs import RequestOutput
 from engine.sampler import PROBE_STEPS
 from engine.sampling_params import SamplingParams
 from guided.pools.inline import InlinePool
+from guided.processors.logit_post_processor import LogitPostProcessor
 from tests.engine.conftest import MakeEngine, run
 
 Tokens = tuple[int, ...]
@@ -123,3 +124,13 @@ def test_measured_masks_and_a_few_others_count_in_the_statistics(make_engine: Ma
     run(engine, {"r": ("So?", params)})
     assert sum(engine.stats.kept_mass) == 1
     assert engine.stats.kept_mass_sum == pytest.approx(kept[PROBE_STEPS - 1])
+
+
+def test_rows_without_a_constraint_do_not_count(tiny_model: LoadedModel) -> None:
+    """Not even where a post-processor sees all rows."""
+    pool = InlinePool(tiny_model.vocabulary)
+    engine = LLMEngine(tiny_model, EngineConfig(max_model_len=64), pool, LogitPostProcessor())
+    params = SamplingParams(max_tokens=5, mask_details=True)
+    found = run(engine, {"free": ("So?", params), "digits": ("So?", replace(params, regex="[0-9]{9}"))})
+    assert [len(output.outputs[0].token_ids) for output in found.values()] == [5, 5]
+    assert sum(engine.stats.kept_mass) == 5

@@ -107,6 +107,6 @@ def test_a_step_reads_only_what_is_on_the_device(title: str, tiny_tokenizer: Any
     cache = model.new_cache(8, 16, 2)
     packed = np.zeros((3, 2), np.int64)
     decodes = PagedContext(packed, [], np.zeros((2, 8), np.int64), state_slots=[0, 1])
-    tensors = decodes.send(16, meta)
+    tensors = decodes.send(meta)
     hidden = decodes.forward(model.body.to(meta), cache, tensors)
     assert hidden.shape == (2, model.config.hidden_size)

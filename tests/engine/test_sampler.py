@@ -33,7 +33,7 @@ def sequence(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed:
 def begun(*rows: Sequence) -> tuple[Sampler, Batch]:
     """A sampler at the beginning of a step, and the step's batch."""
     batch = Batch([], list(rows), [], [])
-    sampler = Sampler(CustomLogitsProcessors(VllmConfig(), torch.device("cpu")), {EOS})
+    sampler = Sampler(CustomLogitsProcessors(VllmConfig(), torch.device("cpu")), [EOS])
     sampler.processors.begin(batch)
     return sampler, batch
 
@@ -182,7 +182,7 @@ def test_a_row_without_a_token_takes_no_random_number() -> None:
     logits = torch.zeros(2, 5000)
     (sampler, batch), (other, same) = (begun(sequence(seed=1), sequence(seed=2)) for _ in range(2))
     first, second = (sampler.sample(logits, batch).token_ids for _ in range(2))
-    assert other.sample(logits, same, skip=frozenset({0})).token_ids[1] == first[1]
+    assert other.sample(logits, same, unsampled=frozenset({0})).token_ids[1] == first[1]
     assert other.sample(logits, same).token_ids == [first[0], second[1]]
 
 
@@ -219,7 +219,7 @@ def test_a_row_that_is_all_forbidden_is_broken_and_no_token() -> None:
     logits[2] = float("nan")
     sampler, batch = begun(*rows)
     assert sampler.sample(logits, batch).broken == [0, 1, 2]
-    assert sampler.sample(logits, batch, skip=frozenset({0, 2})).broken == [1]
+    assert sampler.sample(logits, batch, unsampled=frozenset({0, 2})).broken == [1]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

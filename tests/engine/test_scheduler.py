@@ -123,8 +123,11 @@ def test_the_same_decodes_are_the_same_batch() -> None:
     sample(first)
     second = it.schedule()
     assert second is first
-    second.is_repeatable = False
     sample(second)
+    it.add(group("c", 3))
+    sample(it.schedule())
+    assert len(it.schedule().decodes) == 3
+    it.remove(first.decodes[0].group)
     assert it.schedule() is not first
 
 

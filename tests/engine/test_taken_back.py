@@ -94,8 +94,8 @@ def test_without_a_checked_keyword_nothing_is_held(make_engine: MakeEngine, sche
     engine.add_request("free", PROMPT, params(1, schema))
     (sequence,) = engine.groups["free"].sequences
     engine.step()
-    assert sequence.guided is not None
-    assert (sequence.guided.final, sequence.held_back) == (None, 0)
+    assert sequence.view is not None
+    assert (sequence.view.final, sequence.held_back) == (None, 0)
     finish(engine)
     assert not engine.stats.vetoes
 

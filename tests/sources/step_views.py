@@ -10,7 +10,7 @@ from engine.sampler import SamplerOutput
 from engine.sampling_params import SamplingParams
 from engine.step.batch import Batch
 from engine.step.logprobs import TokenLogprobs
-from engine.step.sequence import SequenceData, SequenceGroup
+from engine.step.sequence import Sequence, SequenceGroup
 from guided.sequence import SequenceOutput
 
 
@@ -23,7 +23,7 @@ class SamplingType(Enum):
 class SequenceGroupMetadata(NamedTuple):
     request_id: str
     is_prompt: bool
-    seq_data: dict[int, SequenceData]
+    seq_data: dict[int, Sequence]
     sampling_params: SamplingParams
     block_tables: dict[int, list[int]]
 
@@ -36,7 +36,7 @@ def seq_group_metadata_list(batch: Batch, blocks: BlockManager) -> list[Sequence
         SequenceGroupMetadata(
             sequences[0].group.request_id,
             is_prompt,
-            {sequence.seq_id: sequence.data for sequence in sequences},
+            {sequence.seq_id: sequence for sequence in sequences},
             sequences[0].params,
             {sequence.seq_id: blocks.blocks(sequence.seq_id) for sequence in sequences},
         )

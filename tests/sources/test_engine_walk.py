@@ -67,12 +67,12 @@ def test_quick_start(opt_125m: str) -> None:
 @source(
     "class SequenceStatus: WAITING, RUNNING, SWAPPED, FINISHED_STOPPED, FINISHED_LENGTH_CAPPED, FINISHED_ABORTED, "
     "FINISHED_IGNORED",
-    differs="there is no SWAPPED: a preempted sequence is computed again. WAITING_FOR_GRAMMAR is new",
+    differs="there is no SWAPPED: a preempted sequence is computed again. WAITING_FOR_GRAMMAR and LATE are new",
 )
 def test_the_states_of_a_sequence() -> None:
     names = {status.name.removeprefix("FINISHED_") for status in SequenceStatus}
     document = {"WAITING", "RUNNING", "STOPPED", "LENGTH_CAPPED", "ABORTED", "IGNORED"}
-    assert names == document | {"WAITING_FOR_GRAMMAR", "INTERNAL_ERROR"}
+    assert names == document | {"WAITING_FOR_GRAMMAR", "LATE", "INTERNAL_ERROR"}
 
 
 @source("each sequence has a seq_id, its data, and the status WAITING")
@@ -85,7 +85,7 @@ def test_a_sequence(make_engine: MakeEngine) -> None:
     group = engine.admit("r", [1, 2, 3, 4, 5], SamplingParams(n=2))
     first, second = group.sequences
     assert first.seq_id != second.seq_id
-    assert (first.data.prompt_token_ids, first.status) == ([1, 2, 3, 4, 5], SequenceStatus.WAITING)
+    assert (first.prompt_token_ids, first.status) == ([1, 2, 3, 4, 5], SequenceStatus.WAITING)
     engine.submit(group)
     engine.step()
     assert len(engine.blocks.blocks(first.seq_id)) == 2
@@ -134,7 +134,7 @@ def test_sequence_group_metadata(make_engine: MakeEngine) -> None:
     assert metadata == SequenceGroupMetadata(
         request_id=group.request_id,
         is_prompt=True,
-        seq_data={seq.seq_id: seq.data for seq in seqs},
+        seq_data={seq.seq_id: seq for seq in seqs},
         sampling_params=group.sampling_params,
         block_tables={seq.seq_id: engine.blocks.blocks(seq.seq_id) for seq in seqs},
     )
@@ -153,7 +153,7 @@ def test_outputs_of_a_step(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPa
     assert output.prompt_logprobs == group.prompt_logprobs
     for sample, seq in zip(output.samples, group.sequences, strict=True):
         assert isinstance(sample, SequenceOutput)
-        assert (sample.parent_seq_id, [sample.output_token]) == (seq.seq_id, seq.data.output_token_ids)
+        assert (sample.parent_seq_id, [sample.output_token]) == (seq.seq_id, seq.output_token_ids)
         assert sample.output_token in sample.logprobs
 
 
@@ -192,9 +192,9 @@ def test_outputs_are_the_most_likely_sequences(make_engine: MakeEngine, best_of:
     engine = make_engine()
     group = engine.add_request("r", "So?", SamplingParams(n=4, best_of=best_of, seed=3, max_tokens=12))
     outputs = finish(engine)["r"].outputs
-    best = sorted(group.sequences, key=lambda seq: seq.data.cumulative_logprob, reverse=True)[:4]
-    assert [one.cumulative_logprob for one in outputs] == [seq.data.cumulative_logprob for seq in best]
-    assert [one.token_ids for one in outputs] == [seq.data.output_token_ids for seq in best]
+    best = sorted(group.sequences, key=lambda seq: seq.record.cumulative_logprob, reverse=True)[:4]
+    assert [one.cumulative_logprob for one in outputs] == [seq.record.cumulative_logprob for seq in best]
+    assert [one.token_ids for one in outputs] == [seq.output_token_ids for seq in best]
     assert [one.index for one in outputs] == [group.sequences.index(seq) for seq in best] != [0, 1, 2, 3]
     assert all(one.logprobs is None for one in outputs)
 

@@ -453,7 +453,7 @@ def test_prepare_gets_what_the_rfc_needs_of_each_row(tiny_model: LoadedModel) ->
     assert order[:4] == [True, False] * 2, "the members run in order"
     assert [one.request_id for one in some.seen] == ["guided"]
     for one, group in zip(every.seen, groups, strict=True):
-        data = group.sequences[0].data
-        assert (one.sequence_id, one.sampling_params) == (group.sequences[0].seq_id, group.sampling_params)
-        assert (one.prompt_token_ids, one.output_token_ids) == (data.prompt_token_ids, data.output_token_ids)
+        sequence = group.sequences[0]
+        assert (one.sequence_id, one.sampling_params) == (sequence.seq_id, group.sampling_params)
+        assert (one.prompt_token_ids, one.output_token_ids) == (sequence.prompt_token_ids, sequence.output_token_ids)
         assert (one.request_id, one.constrained) == (group.request_id, group.request_id == "guided")

@@ -97,14 +97,13 @@ def difference(case: Case, device: torch.device) -> float:
     packed = np.stack([positions, positions, np.concatenate(slots)])
     prefills: list[Prefill] = []
     end = 0
-    for (before, length), table in zip(case.prefills, tables, strict=False):
-        prefills.append((end, end + length, before, table[None] if before else None))
+    for before, length in case.prefills:
+        prefills.append((end, end + length, before))
         end += length
-    own = tables[len(prefills) :]
-    width = max([case.width * bool(own), *map(len, own)])
-    decodes = np.zeros((len(own) + case.padding, width), np.int64)
-    for row, blocks in enumerate(own):
-        decodes[row, : len(blocks)] = blocks
+    width = max([case.width, *map(len, tables)])
+    rows = np.zeros((len(tables) + case.padding, width), np.int64)
+    for row, blocks in zip(rows, tables, strict=False):
+        row[: len(blocks)] = blocks
     pads = np.tile([[0], [0], [num_blocks * BLOCK]], case.padding)
 
     def attended(place: torch.device, gathers: bool) -> torch.Tensor:
@@ -117,9 +116,8 @@ def difference(case: Case, device: torch.device) -> float:
                 target.fill_(float("nan"))
             target[used] = source[used].to(target)
         padded = packed if gathers else np.concatenate([packed, pads], axis=1)
-        rows = decodes[: len(own)] if gathers else decodes
-        context = PagedContext(padded, prefills, rows)
-        context.move(store, context.send(BLOCK, place))
+        context = PagedContext(padded, prefills, rows[: len(tables)] if gathers else rows)
+        context.move(store, context.send(place))
         own_slots = torch.from_numpy(padded[2])
         inputs = [query[: len(own_slots)]]
         for source in content:
