@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.server.errors import QueueFull
+from engine.server.http_errors import QueueFull
 from engine.stats import KEPT_MASS_BOUNDS
 from guided.errors import CompileQueueFull, InternalError, errors_by_code
 from guided.pools.metrics import counts_by, pool_metrics

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
-from engine.server.errors import MESSAGES_PATH, OLLAMA_PATH, RequestTimeout, message_error, ollama_error
+from engine.server.http_errors import MESSAGES_PATH, OLLAMA_PATH, RequestTimeout, message_error, ollama_error
 from engine.server.metrics import Metrics
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded, error_body, error_headers
 

@@ -21,7 +21,7 @@ from engine.server.request.bodies import GuidedInfo, MaskTimes
 from engine.server.request.job import Job
 from engine.step.logprobs import TokenLogprobs
 from guided.errors import GuidedError, error_body
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 
 class Answer(ABC):

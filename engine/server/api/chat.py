@@ -21,7 +21,7 @@ from engine.server.request.job import Job, check_size, ignored_fields, sampling_
 from engine.server.request.prompts import encode_body
 from engine.server.request.tools import output_form, requested_calls
 from guided.errors import ContextLengthExceeded, InvalidConstraint, InvalidRequest
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 MAX_TRIES = 16
 """Number of times that a job is built again with a part of a schema left out. After that, the schemas of functions that

@@ -20,7 +20,7 @@ from engine.server.api.answers import PartsAnswer, usage_of
 from engine.server.api.chat import build_job_that_fits
 from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
-from engine.server.errors import MESSAGES_PATH, message_error
+from engine.server.http_errors import MESSAGES_PATH, message_error
 from engine.server.options import DEFAULT_MODEL
 from engine.server.request.bodies import (
     CHAT_EXAMPLE,
@@ -41,7 +41,7 @@ from engine.server.request.bodies import (
 from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
 from engine.server.request.job import Job
 from guided.errors import GuidedError, InvalidRequest
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 EXAMPLE = {
     "model": DEFAULT_MODEL,

@@ -26,12 +26,12 @@ from engine.server.api.answers import PartsAnswer, to_json
 from engine.server.api.chat import build_job_that_fits
 from engine.server.api.routes import BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
-from engine.server.errors import OLLAMA_PATH, ollama_error
+from engine.server.http_errors import OLLAMA_PATH, ollama_error
 from engine.server.request.bodies import ChatRequest, GuidedInfo, Message, thinking_variables
 from engine.server.request.fields import Body, Many, Schema
 from engine.server.request.job import Job
 from guided.errors import GuidedError
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
 _OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}

@@ -40,7 +40,7 @@ from engine.server.request.bodies import (
 from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
 from engine.server.request.job import Job
 from guided.errors import GuidedError, error_body
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 EXAMPLE = {
     "input": CHAT_EXAMPLE["messages"][0]["content"],

@@ -13,7 +13,7 @@ from typing import Any
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.context import ServerContext
-from engine.server.errors import FieldNames, QueueFull, ShuttingDown
+from engine.server.http_errors import FieldNames, QueueFull, ShuttingDown
 from engine.server.request.bodies import ChoicesRequest, GenerationRequest, GuidedInfo, Reported
 from engine.server.request.constraints import RequestedConstraint
 from engine.server.request.fields import ConstraintFields
@@ -27,7 +27,7 @@ from guided.errors import (
     InvalidConstraint,
     InvalidRequest,
 )
-from guided.tools.parser import OutputParser
+from guided.tools.output_parser import OutputParser
 
 logger = logging.getLogger("guided.server")
 
