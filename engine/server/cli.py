@@ -13,7 +13,6 @@ from typer.core import TyperCommand
 from engine.server.commands.check import check
 from engine.server.commands.doctor import doctor
 from engine.server.commands.serve import serve
-from engine.server.commands.top import top
 
 
 class _Command(TyperCommand):
@@ -27,8 +26,12 @@ class _Command(TyperCommand):
         """Write the options under the titles of their panels."""
         panels: dict[str, list[Any]] = {}
         for param in self.get_params(ctx):
-            title = "Arguments" if param.param_type_name == "argument" else getattr(param, "rich_help_panel", None)
-            panels.setdefault(title or "Options", []).extend(filter(None, [param.get_help_record(ctx)]))
+            title = getattr(param, "rich_help_panel", None) or "Options"
+            if param.param_type_name == "argument":
+                title = "Arguments"
+            record = param.get_help_record(ctx)
+            if record is not None:
+                panels.setdefault(title, []).append(record)
         for title, records in panels.items():
             with formatter.section(title):
                 formatter.write_dl(records)
@@ -41,7 +44,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Guided decoding: an OpenAI-compatible server with outputs that satisfy a schema, regex, grammar or choice.",
 )
-for _command in (serve, doctor, top, check):
+for _command in (serve, doctor, check):
     app.command(cls=_Command)(_command)
 
 

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
-from engine.server.errors import MESSAGES_PATH, OLLAMA_PATH, RequestTimeout, message_error, ollama_error
+from engine.server.http_errors import MESSAGES_PATH, OLLAMA_PATH, RequestTimeout, message_error, ollama_error
 from engine.server.metrics import Metrics
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded, error_body, error_headers
 
@@ -40,17 +40,18 @@ def refuse(metrics: Metrics, scope: Scope, error: GuidedError, **headers: str) -
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GuidedError)
-    headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}  # the rest of the body is not read
+    headers = {}
+    if isinstance(error, RequestTimeout):
+        headers["connection"] = "close"  # the rest of the body is not read
     return refuse(request.app.state.context.metrics, request.scope, error, **headers)
 
 
 async def _on_http_exception(request: Request, raised: Exception) -> JSONResponse:
     assert isinstance(raised, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+    message = bounded(raised.detail)
     if raised.status_code == 404:
         message = _hint(request)
-    else:
-        message = bounded(raised.detail)
     error = InvalidRequest(message, code=codes.get(raised.status_code, ""), status=raised.status_code)
     return refuse(request.app.state.context.metrics, request.scope, error, **(raised.headers or {}))
 
@@ -58,7 +59,10 @@ async def _on_http_exception(request: Request, raised: Exception) -> JSONRespons
 def _log(scope: Scope, error: GuidedError) -> None:
     """Log why a request is refused."""
     request_id = scope.get("state", {}).get("request_id", "-")
-    text = " ".join(f"{'' if error.param is None else f'{error.param}: '}{error.message}".split())
+    message = error.message
+    if error.param is not None:
+        message = f"{error.param}: {message}"
+    text = " ".join(message.split())
     where = f"{scope['method']} {bounded(scope['path'], 100)!r}"
     extra = {"x_request_id": request_id, "code": error.code}
     logger.info("x-request-id %s: %s refused: %s: %s", request_id, where, error.code, bounded(text), extra=extra)

@@ -218,7 +218,7 @@ class _Regex(_Part, tag="regex"):
     pattern: Any
 
 
-class _Grammar(_Part, tag="grammar"):
+class _GrammarText(_Part, tag="grammar"):
     grammar: Any
 
 
@@ -340,7 +340,7 @@ class _NodeBuilder:
         match form:
             case _JsonSchema():
                 return self._schema(form, at)
-            case _Grammar():
+            case _GrammarText():
                 return Content("grammar", form.grammar, f"{at}/grammar")
             case _Choice():
                 return Content("choice", form.choice, f"{at}/choice")

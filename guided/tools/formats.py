@@ -2,7 +2,7 @@
 
 Most formats of calls are taken from the structural tags that `xgrammar` builds for the families. The other formats are
 written here. Both the structural tag that enforces a format (`calls_format`, `answer_format`) and the parser that reads
-the output (`guided/tools/parser.py`) are made from these descriptions.
+the output (`guided/tools/output_parser.py`) are made from these descriptions.
 """
 
 from __future__ import annotations

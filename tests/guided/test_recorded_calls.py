@@ -14,7 +14,7 @@ import pytest
 
 from guided.constraint import Constraint
 from guided.tools.formats import REASONING_FORMATS, Calls, Function, tool_format
-from guided.tools.parser import OutputParser
+from guided.tools.output_parser import OutputParser
 
 FORMATS = {
     "DeepSeek-V3-0324": ("deepseek_r1", "think"),

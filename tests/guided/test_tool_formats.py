@@ -30,7 +30,7 @@ from guided.tools.formats import (
     detect,
     tool_format,
 )
-from guided.tools.parser import OutputParser, Piece
+from guided.tools.output_parser import OutputParser, Piece
 from guided.vocabulary import Vocabulary
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.sampling_params import SamplingParams
-from engine.server.errors import FieldNames
+from engine.server.http_errors import FieldNames
 from engine.server.options import ServerSettings
 from engine.server.request.bodies import ChatRequest
 from engine.server.request.constraints import RequestedConstraint, requested_constraint

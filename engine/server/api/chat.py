@@ -21,7 +21,7 @@ from engine.server.request.job import Job, check_size, ignored_fields, sampling_
 from engine.server.request.prompts import encode_body
 from engine.server.request.tools import output_form, requested_calls
 from guided.errors import ContextLengthExceeded, InvalidConstraint, InvalidRequest
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 MAX_TRIES = 16
 """Number of times that a job is built again with a part of a schema left out. After that, the schemas of functions that
@@ -32,7 +32,9 @@ router = APIRouter(tags=["generation"], route_class=BodyRoute)
 @router.post("/v1/chat/completions", responses=RESPONSES)
 def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> JobResponse:
     """Answer a chat, constrained or not. A stream begins once the constraint is compiled."""
-    kind = _FunctionsAnswer if body.functions else _ChatAnswer
+    kind = _ChatAnswer
+    if body.functions:
+        kind = _FunctionsAnswer
     return JobResponse(kind, _chat_job(body, request, context), request, context)
 
 
@@ -153,9 +155,13 @@ class _ChatAnswer(ChoicesAnswer):
                 texts[piece.kind] += piece.text
             else:
                 calls[piece.index][_OWNERS[piece.kind]][piece.kind] += piece.text
-        message = {"role": "assistant", "content": texts["text"] or (None if calls else ""), "refusal": None}
-        others = {"reasoning_content": texts["reasoning"], "tool_calls": calls}
-        return {"message": message | {name: value for name, value in others.items() if value}}
+        message: dict[str, Any] = {"role": "assistant", "content": texts["text"], "refusal": None}
+        if texts["reasoning"]:
+            message["reasoning_content"] = texts["reasoning"]
+        if calls:
+            message["tool_calls"] = calls
+            message["content"] = texts["text"] or None
+        return {"message": message}
 
     def _call(self, piece: Piece) -> dict[str, Any]:
         kind, field = _CALLS[piece.kind]
@@ -188,7 +194,9 @@ class _ChatAnswer(ChoicesAnswer):
         return {"delta": {"role": "assistant", "content": ""}}
 
     def content(self, text: str | None) -> dict[str, Any]:
-        return {"delta": {} if text is None else {"content": text}}
+        if text is None:
+            return {"delta": {}}
+        return {"delta": {"content": text}}
 
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
         if output.logprobs is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -35,36 +34,40 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     if body.echo and body.logprobs is not None:
         raise InvalidRequest("echo is not available with logprobs, which are those of the output only", param="echo")
-    is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
-    given: Sequence[Any] = [body.prompt] if is_one else body.prompt
+    given: Sequence[Any] = body.prompt
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    if is_one:
+        given = [given]
     max_tokens = body.max_tokens
     if max_tokens is None and wanted.constraint is None:
         # OpenAI's default, but not with a constraint, where it would cut off most answers.
         max_tokens = 16
     check_size(context, body, len(given), max_tokens, body.logprobs)
-
-    def tokenized(number: int, prompt: Any) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt  # the engine checks the ids
-        if is_one:
-            param = "prompt"
-        else:
+    prompts: list[list[int]] = []
+    echoed: list[str] = []
+    for number, prompt in enumerate(given):
+        param = "prompt"
+        if not is_one:
             param = f"prompt[{number}]"
-        return encode(context, prompt, add_special_tokens=body.add_special_tokens, param=param)
-
-    prompts = [tokenized(number, prompt) for number, prompt in enumerate(given)]
+        tokens = prompt  # the engine checks the ids
+        if isinstance(prompt, str):
+            tokens = encode(context, prompt, add_special_tokens=body.add_special_tokens, param=param)
+        prompts.append(tokens)
+        if body.echo and isinstance(prompt, str):
+            echoed.append(prompt)
+        elif body.echo:
+            echoed.append(context.decode(prompt))
     if body.max_tokens is None and max_tokens is not None:
         max_tokens = max(1, min(max_tokens, context.llm.max_model_len - max(map(len, prompts))))
     form = OutputForm(wanted.constraint)
     params = sampling_params(body, wanted, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
         *(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, body.stream, body.reported),
+        echoed=echoed,
         form=form,
         ignored=ignored_fields(body, wanted, form),
-    ).admitted(context)
-    if body.echo:
-        job = replace(job, echoed=[prompt if isinstance(prompt, str) else context.decode(prompt) for prompt in given])
-    return job
+    )
+    return job.admitted(context)
 
 
 class _TextAnswer(ChoicesAnswer):

@@ -40,7 +40,7 @@ from engine.server.request.bodies import (
 from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
 from engine.server.request.job import Job
 from guided.errors import GuidedError, error_body
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 EXAMPLE = {
     "input": CHAT_EXAMPLE["messages"][0]["content"],
@@ -143,6 +143,8 @@ class ResponsesRequest(TurnRequest):
         same = {name: getattr(self, name) for name in TurnRequest.model_fields if name in self.model_fields_set}
         if self.text is not None and self.text.format is not None:
             same["response_format"] = self.text.format
+        if self.reasoning is not None:
+            same["reasoning_effort"] = self.reasoning.effort
         return ChatRequest.model_construct(
             **same,
             messages=list(self._messages()),
@@ -150,7 +152,6 @@ class ResponsesRequest(TurnRequest):
             logprobs="message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs),
             top_logprobs=self.top_logprobs,
             tools=[Tool(type=tool.type, function=tool.model_copy()) for tool in offered(self.tools).values()],
-            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
 
     def _messages(self) -> Iterator[Message]:
@@ -173,20 +174,21 @@ def _message(item: InputItem) -> Message:
 
 def _turn(items: Sequence[InputItem]) -> Message:
     """Return the assistant's message that consists of `items`."""
-    texts = [joined(item.content) for item in items if item.type == "message"]
-    thoughts = [joined(item.content or item.summary) for item in items if item.type == "reasoning"]
-    calls = [_call(item) for item in items if item.type in ("function_call", "custom_tool_call")]
-    return Message.model_construct(
-        role="assistant",
-        content="\n".join(filter(None, texts)) if texts else None,
-        reasoning_content="".join(thoughts) if thoughts else None,
-        tool_calls=calls or None,
-    )
-
-
-def _call(item: InputItem) -> ToolCall:
-    called = CalledFunction(name=item.name or "", arguments=item.arguments or "", input=item.input)
-    return ToolCall(id=item.call_id, function=called)
+    turn = Message(role="assistant")
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for item in items:
+        if item.type == "message":
+            texts.append(joined(item.content))
+        elif item.type == "reasoning":
+            turn.reasoning_content = (turn.reasoning_content or "") + joined(item.content or item.summary)
+        else:
+            called = CalledFunction(name=item.name or "", arguments=item.arguments or "", input=item.input)
+            calls.append(ToolCall(id=item.call_id, function=called))
+    if texts:
+        turn.content = "\n".join(filter(None, texts))
+    turn.tool_calls = calls or None
+    return turn
 
 
 router = APIRouter(tags=["generation"], route_class=BodyRoute)
@@ -318,11 +320,9 @@ class _ResponseAnswer(PartsAnswer):
         if kind.part is None:
             item |= text
         else:
+            part = {**kind.part, **text}
             if self._logprobs:
-                logprobs = {"logprobs": self._logprobs}
-            else:
-                logprobs = {}
-            part = {**kind.part, **text, **logprobs}
+                part["logprobs"] = self._logprobs
             item["content"] = [part]
             yield self._about_text("response.content_part.done", part=part)
         yield self._about_item("response.output_item.done", item=item)
@@ -338,12 +338,10 @@ class _ResponseAnswer(PartsAnswer):
             "output_tokens_details": {"reasoning_tokens": self._num_thinking_tokens(completion)},
             "total_tokens": counted["total_tokens"],
         }
-        return self._response(
-            status,
-            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
-            usage=usage,
-            guided=self.guided_info(finished, [completion]),
-        )
+        response = self._response(status, usage=usage, guided=self.guided_info(finished, [completion]))
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return response
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         head = {"id": self.job.request_id, "created_at": self.created, "model": self.context.settings.model_name}
@@ -369,11 +367,9 @@ class _ResponseAnswer(PartsAnswer):
         return {"type": event, "output_index": len(self.parts) - 1, **fields}
 
     def _about_text(self, event: str, **fields: Any) -> dict[str, Any]:
-        if self._kind.part is None:
-            place = {}
-        else:
-            place = {"content_index": 0}
-        return self._about_item(event, item_id=self.parts[-1]["id"], **place, **fields)
+        if self._kind.part is not None:
+            fields["content_index"] = 0
+        return self._about_item(event, item_id=self.parts[-1]["id"], **fields)
 
 
 def _status(completion: CompletionOutput | None) -> str:

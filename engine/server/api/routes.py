@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from engine.outputs import RequestOutput
 from engine.server.api.answers import Answer
 from engine.server.context import ServerContext
-from engine.server.errors import OLLAMA_PATH, FieldNames, RequestTimeout, shape_error
+from engine.server.http_errors import OLLAMA_PATH, FieldNames, RequestTimeout, shape_error
 from engine.server.request.bodies import GuidedInfo
 from engine.server.request.job import Job, Outputs, guided_info, outputs_of, report
 from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest

@@ -165,4 +165,6 @@ def _tried(subject: str, good: str, advice: str, code: str, *arguments: str) -> 
         if "No module named" in last_line:
             advice = install_advice(last_line)
         problem = last_line or f"the process ended with status {done.returncode}"
-    return Finding("error", subject, f"{problem}: {advice}" if advice else problem)
+    if advice:
+        problem += f": {advice}"
+    return Finding("error", subject, problem)

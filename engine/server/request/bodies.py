@@ -175,7 +175,8 @@ class ChoicesRequest(GenerationRequest):
         options = self.stream_options or ChunkOptions()
         return Reported(
             usage=options.include_usage,
-            usage_in_chunks=getattr(options, "continuous_usage_stats", False),  # responses have other options
+            usage_in_chunks=options.include_usage
+            and getattr(options, "continuous_usage_stats", False),  # responses have other options
             token_ids=self.return_token_ids is True,
             tokens_as_ids=self.return_tokens_as_token_ids is True,
         )
@@ -200,11 +201,15 @@ class CalledFunction(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates: the arguments are an object there."""
-        arguments: Any = self.arguments if self.input is None else {"input": self.input}
-        if isinstance(arguments, str):
+        arguments: Any = self.arguments
+        if self.input is not None:
+            arguments = {"input": self.input}
+        elif isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
-        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+        if not isinstance(arguments, dict):
+            arguments = self.arguments
+        return {"name": self.name, "arguments": arguments}
 
 
 _BY_TYPE = AliasChoices("function", "custom")
@@ -311,12 +316,9 @@ class OfferedTool(FunctionDefinition):
     @model_validator(mode="before")
     @classmethod
     def _note_hosted(cls, data: Any, info: ValidationInfo) -> Any:
-        if isinstance(data, dict):
-            kind = data.get("type")
-        else:
-            kind = None
-        if not is_hosted(kind):
+        if not isinstance(data, dict) or not is_hosted(data.get("type")):
             return data
+        kind = data["type"]
         ignored = (info.context or {}).get("ignored")
         if ignored is None:
             raise InvalidRequest(f"{kind}: {_RUNS_NONE}", param="tools", code="unsupported_parameter")
@@ -351,11 +353,8 @@ class Tool(Body):
 
     def input_grammar(self, syntax: str) -> str | None:
         """Return the grammar of a custom tool's input, if it has one in this syntax."""
-        if self.type == "custom":
-            form = self.function.format
-        else:
-            form = None
-        if form is not None and (form.type, form.syntax) == ("grammar", syntax):
+        form = self.function.format
+        if self.type == "custom" and form is not None and (form.type, form.syntax) == ("grammar", syntax):
             return form.definition
         return None
 
@@ -414,9 +413,11 @@ class PromptFields(TurnFields):
         choice = self.function_call
         if not functions and choice is None:
             return self
+        if self.tools and functions:
+            raise InvalidRequest("tools do not go with functions, a former field: use tools", param="functions")
         if self.tools:
-            name, now = ("functions", "tools") if functions else ("function_call", "tool_choice")
-            raise InvalidRequest(f"tools do not go with {name}, a former field: use {now}", param=name)
+            message = "tools do not go with function_call, a former field: use tool_choice"
+            raise InvalidRequest(message, param="function_call")
         self.tools = [Tool(type="function", function=function) for function in functions]
         if isinstance(choice, dict):
             self.tool_choice = {"type": "function", **choice}

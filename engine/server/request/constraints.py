@@ -44,7 +44,9 @@ def requested_constraint(request: GenerationRequest, settings: ServerSettings) -
     backend, options = _backend(request, settings)
     given: list[GivenConstraint] = []
     spaces: list[GivenWhitespace] = []
-    closing = ["backend"] if _CLOSED in options else []
+    closing: list[str] = []
+    if _CLOSED in options:
+        closing.append("backend")
     for place in filter(None, (request, request.nvext, request.sampling_params)):
         given += _constraints(place, place.prefix)
         spaces += _whitespace(place, place.prefix)
@@ -122,8 +124,10 @@ def _response_format(chosen: ResponseFormat, path: str) -> Iterator[GivenConstra
         value = getattr(chosen, row.attribute)
         schema = getattr(value, "schema_", value)  # the field `json_schema` is an object with the schema
         missing = missing or schema is None
-        # Errors about the schema name `response_format` itself, as OpenAI's do.
-        yield GivenConstraint("json_schema", path if len(given) == 1 else f"{path}.{row.name}", schema)
+        field = path  # as in OpenAI's errors about the schema
+        if len(given) > 1:
+            field = f"{path}.{row.name}"
+        yield GivenConstraint("json_schema", field, schema)
     if missing:
         field = f"{path}.json_schema.schema"
         raise InvalidConstraint(f"Missing required parameter: '{field}'", param=field)

@@ -265,8 +265,9 @@ class JsonSchemaFormat(Body):
 
     @classmethod
     def hint(cls, name: str, thorough: bool = True) -> str | None:
-        meant = super().hint("schema" if name == "type" else name, thorough)
-        return meant or _field_of(name, ConstraintFields)
+        if name == "type":
+            return "schema"
+        return super().hint(name, thorough) or _field_of(name, ConstraintFields)
 
 
 class ResponseFormat(JsonSchemaFormat):

@@ -13,7 +13,7 @@ from typing import Any
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.context import ServerContext
-from engine.server.errors import FieldNames, QueueFull, ShuttingDown
+from engine.server.http_errors import FieldNames, QueueFull, ShuttingDown
 from engine.server.request.bodies import ChoicesRequest, GenerationRequest, GuidedInfo, Reported
 from engine.server.request.constraints import RequestedConstraint
 from engine.server.request.fields import ConstraintFields
@@ -27,7 +27,7 @@ from guided.errors import (
     InvalidConstraint,
     InvalidRequest,
 )
-from guided.tools.parser import OutputParser
+from guided.tools.output_parser import OutputParser
 
 logger = logging.getLogger("guided.server")
 
@@ -47,13 +47,16 @@ def check_size(
     n = body.n or 1
     limit = min(_MAX_OUTPUTS, context.settings.max_requests)
     if prompts * max(n, body.best_of or 1) > limit:
-        param = "prompt" if prompts > 1 else "n" if n > limit else "best_of"
+        param = "best_of"
+        if prompts > 1:
+            param = "prompt"
+        elif n > limit:
+            param = "n"
         raise InvalidRequest(f"prompts times n or best_of is more than the limit of {limit} outputs", param=param)
-    if logprobs is None or prompts * n == 1:
-        outputs = 0
-    else:
-        outputs = prompts * n
-    count = outputs * (max_tokens or context.llm.max_model_len) * ((logprobs or 0) + 1)
+    outputs = prompts * n
+    if logprobs is None or outputs == 1:
+        return
+    count = outputs * (max_tokens or context.llm.max_model_len) * (logprobs + 1)
     if count > _MAX_LOGPROBS:
         raise InvalidRequest(
             f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
@@ -79,26 +82,18 @@ def sampling_params(
     is_used = bool(context.llm.engine.sampler.processors.classes)
     for name in request.vllm_xargs or ():
         if is_used and name not in ConstraintFields.model_fields:
-            meant = None
-        else:
-            meant = request.hint(name)
-        if meant is not None or not is_used:
-            if meant is None:
-                hint = ""
-            else:
-                hint = f"; did you mean {meant}, beside vllm_xargs?"
-            message = "vllm_xargs needs a custom logits processor that has this argument: see --logits-processors"
-            raise InvalidRequest(message + hint, param="vllm_xargs")
-    if request.stream and (request.use_beam_search or (request.best_of or 1) > (request.n or 1)):
-        if request.use_beam_search:
-            name = "use_beam_search"
-        else:
-            name = "best_of"
-        raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)
-    if request.stream and request.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs is not available with stream: true", param="prompt_logprobs")
+            continue
+        message = "vllm_xargs needs a custom logits processor that has this argument: see --logits-processors"
+        if meant := request.hint(name):
+            message += f"; did you mean {meant}, beside vllm_xargs?"
+        raise InvalidRequest(message, param="vllm_xargs")
+    if request.stream:
+        _check_stream(request)
     if not _has_free_text(wanted):
         given.pop("stop", None)
+    parser = None
+    if wanted.constraint is None and form.parser is not OutputParser:
+        parser = form.parser
     return SamplingParams(
         **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,
@@ -106,8 +101,20 @@ def sampling_params(
         constraint=form.constraint,
         backend=wanted.backend,
         extra_args=request.vllm_xargs,
-        parser=None if form.parser is OutputParser or wanted.constraint is not None else form.parser,
+        parser=parser,
     )
+
+
+def _check_stream(request: ChoicesRequest) -> None:
+    """Refuse what compares or reports on whole outputs."""
+    whole = {
+        "use_beam_search": bool(request.use_beam_search),
+        "best_of": (request.best_of or 1) > (request.n or 1),
+        "prompt_logprobs": request.prompt_logprobs is not None,
+    }
+    for name, is_set in whole.items():
+        if is_set:
+            raise InvalidRequest(f"{name} is not available with stream: true: it needs whole outputs", param=name)
 
 
 def ignored_fields(request: ChoicesRequest, wanted: RequestedConstraint, form: OutputForm) -> list[str]:
@@ -198,12 +205,11 @@ class Job:
             raise InvalidRequest(message, param="prompt_logprobs")
         groups = []
         for number, prompt in enumerate(self.prompts):
-            if len(self.prompts) == 1:
-                request_id = self.request_id
-            else:
-                request_id = f"{self.request_id}-{number}"
+            request_id = self.request_id
+            if len(self.prompts) > 1:
+                request_id = f"{request_id}-{number}"
+            stream = self.stream or self.at_admission
             try:
-                stream = self.stream or self.at_admission
                 groups.append(context.llm.engine.admit(request_id, prompt, self.params, stream=stream))
             except GuidedError as error:
                 raise self.located(error, number) from None
@@ -250,11 +256,9 @@ def report(job: Job, error: GuidedError) -> None:
     """Log an error that an operator can act on. Errors in the request itself are not logged."""
     if isinstance(error, ShuttingDown | QueueFull) or (error.status < 500 and not isinstance(error, CompileTimeout)):
         return
-    constraint = job.params.constraint
-    if constraint is None:
-        kind = "none"
-    else:
-        kind = constraint.kind
+    kind = "none"
+    if job.params.constraint is not None:
+        kind = job.params.constraint.kind
     backend = job.groups[0].backend or job.params.backend
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     logger.warning(

@@ -26,14 +26,23 @@ def encode_body(context: ServerContext, body: PromptFields, messages: Sequence[M
     if continues and begins_answer:
         message = "continue_final_message and add_generation_prompt exclude each other: leave one of the two out"
         raise InvalidRequest(message, param="add_generation_prompt")
+    if begins_answer is None:
+        begins_answer = not continues
+    variables: dict[str, Any] = {}
     effort = body.reasoning_effort or getattr(body.reasoning, "effort", None)
+    if effort:
+        variables["reasoning_effort"] = effort
+    variables |= body.chat_template_kwargs or {}
+    tools = body.tools or ()
+    if body.tool_choice == "none":
+        tools = ()
     return encode_chat(
         context,
         messages,
-        add_generation_prompt=not continues if begins_answer is None else begins_answer,
+        add_generation_prompt=begins_answer,
         continue_final_message=continues,
-        variables={**({"reasoning_effort": effort} if effort else {}), **(body.chat_template_kwargs or {})},
-        tools=() if body.tool_choice == "none" else body.tools or (),
+        variables=variables,
+        tools=tools,
     )
 
 
@@ -64,14 +73,16 @@ def encode_chat(
     _check_length(json.dumps(functions, ensure_ascii=False), limit, "tools")
     begins = _special_begins(tokenizer)
     mark = f"<{uuid.uuid4().hex}>"
+    given = dict(variables or {})
+    if functions:
+        given["tools"] = functions
     try:
         text: str = tokenizer.apply_chat_template(
             _marked(rendered, begins, mark),
-            **({"tools": _marked(functions, begins, mark)} if functions else {}),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **_marked(variables or {}, begins, mark),
+            **_marked(given, begins, mark),
         )
     except (TemplateError, ValueError, TypeError) as error:
         refusal = f"the chat template refuses these messages: {bounded(error)}"

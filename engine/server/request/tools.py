@@ -18,7 +18,7 @@ from guided.regex.parser import parse
 from guided.tags.structural_tag import contents
 from guided.tags.structural_tag import parse as parse_tag
 from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
-from guided.tools.parser import OutputParser
+from guided.tools.output_parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
 _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")

@@ -52,7 +52,9 @@ _ANTHROPIC_TYPES = {
 
 def message_error(error: GuidedError) -> dict[str, Any]:
     """Return an error as Anthropic's API does."""
-    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    if error.status >= 500 and error.status not in _ANTHROPIC_TYPES:
+        kind = "api_error"
     details = {"error_code": error.code, "param": error.param, "pointer": error.pointer}
     return {"type": "error", "error": {"type": kind, "message": _named(error), "details": details}}
 
@@ -107,7 +109,9 @@ def shape_error(errors: Sequence[Any]) -> InvalidRequest:
     if code == "unsupported_parameter":
         message = f"{param}: {why}"
     elif code == "unknown_parameter":
-        message = f"Unknown parameter: '{param}'" + (f"; did you mean {why}?" if why else "")
+        message = f"Unknown parameter: '{param}'"
+        if why:
+            message += f"; did you mean {why}?"
     elif param:
         if code == "literal_error" and "content" in place and place[-1] == "type":
             why += ". Images, sounds and files are not supported: the models served here read text"
@@ -129,8 +133,5 @@ def _path(location: Sequence[str | int]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part not in _TAGS and "[" not in part:  # pydantic inserts the type that it has tried
-            if path:
-                path += f".{part}"
-            else:
-                path += part
-    return path
+            path += f".{part}"
+    return path.removeprefix(".")
