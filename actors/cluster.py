@@ -56,6 +56,7 @@ _LOCAL_ENVIRONMENT = {
     # The key is for the server's process only.
     "GUIDED_API_KEY": None,
 }
+_STOPPED = "the pool was shut down"
 _ENDED = "the process that was connected to Ray ended"
 _log = logging.getLogger(__name__)
 
@@ -71,20 +72,16 @@ class Cluster:
         self._driver: Driver | None = None
         self._connecting = threading.Lock()
         self._users = 0
-        self._has_left = False
-        self._failure = f"Ray is lost: {_ENDED}"
+        self._failure: str | None = None
 
     @classmethod
     def join(cls, address: str | None = None) -> Cluster:
-        """Connect to the cluster that this process has joined already, or to `address`, or to a new local cluster.
+        """Return the cluster that this process uses already, or that at `address`, or a new local one.
 
-        Raises:
-            PoolUnavailable: Ray cannot be reached or started.
+        The first session connects to it.
         """
         with cls._lock:
-            cluster = cls._current or cls(address)
-            cluster._connected()
-            cls._current = cluster
+            cluster = cls._current = cls._current or cls(address)
             cluster._users += 1
             return cluster
 
@@ -94,13 +91,12 @@ class Cluster:
             self._users -= 1
             if self._users == 0 and Cluster._current is self:
                 Cluster._current = None
-                self._has_left = True
                 if self._driver is not None:
                     self._driver.close()
 
     @property
     def trouble(self) -> str | None:
-        """Why there is no connection to Ray now; None if there is one."""
+        """Why the connection to Ray is lost, or was not made. None: there is one, or nothing has failed yet."""
         if self.head is not None:
             return None
         return self._failure
@@ -112,13 +108,16 @@ class Cluster:
             return None
         return self._driver.head
 
-    def check_room(self, options: RayPoolOptions) -> None:
+    def check_room(self, options: RayPoolOptions, stopping: threading.Event) -> None:
         """Check that Ray has room for a pool, whatever runs there now.
+
+        Args:
+            stopping: see `session`.
 
         Raises:
             PoolUnavailable: it has not; says what there is, and which options lower what the pool takes.
         """
-        with contextlib.closing(self.session(threading.Event())) as session:
+        with contextlib.closing(self.session(stopping)) as session:
             session.ask("describe its nodes", "check_room", *self.reserved(options), options.actors)
 
     def session(self, stopping: threading.Event) -> Session:
@@ -130,7 +129,7 @@ class Cluster:
         Raises:
             PoolUnavailable: Ray cannot be reached or started now.
         """
-        return Session(self._connected().connection(), stopping)
+        return Session(self._connected(stopping).connection(), stopping)
 
     def reserved(self, options: RayPoolOptions) -> tuple[NodePlacement, float]:
         """Return where an actor may run, and the CPUs that Ray reserves for it there."""
@@ -139,45 +138,51 @@ class Cluster:
             return LOCAL if placement.kind == "spread" else placement, 0.0
         return placement, 1.0 if options.actor_cpus is None else options.actor_cpus
 
-    def _connected(self) -> Driver:
+    def _connected(self, stopping: threading.Event) -> Driver:
         """Return a driver that is connected."""
         with self._connecting:
             if self._driver is not None and self._driver.head is not None:
                 return self._driver
+            if stopping.is_set():
+                raise PoolUnavailable(_STOPPED)
             try:
                 if self._driver is not None:
                     _log.error("%s; connecting again", self._failure)
                     self._driver.close()
                 if self._address is not None:
-                    return self._join(_find_cluster() if self._address == "auto" else self._address)
+                    return self._join(stopping, _find_cluster() if self._address == "auto" else self._address)
                 try:
-                    return self._start_driver(*_local())
+                    return self._start_driver(stopping, *_local())
                 except PoolUnavailable as error:  # a busy machine may be too slow for Ray's own time limits
+                    if stopping.is_set():
+                        raise
                     _log.warning("Ray did not start: %s; trying once more", error)
-                    return self._start_driver(*_local())
+                    return self._start_driver(stopping, *_local())
             except Exception as error:
                 where = f"join the Ray cluster at {self._address}" if self._address else "start a local Ray"
                 self._failure = f"cannot {where}: {bounded(error)}"
                 raise PoolUnavailable(self._failure) from error
 
-    def _join(self, address: str) -> Driver:
+    def _join(self, stopping: threading.Event, address: str) -> Driver:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or "://" in host:
             raise PoolUnavailable("name the cluster by its own address, HOST:6379")
         # Fails within seconds, where Ray would try for minutes.
         socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_SECONDS).close()
-        return self._start_driver({"address": address}, {})
+        return self._start_driver(stopping, {"address": address}, {})
 
     def _start_driver(
-        self, options: dict[str, Any], environment: dict[str, str | None], directory: str | None = None
+        self,
+        stopping: threading.Event,
+        options: dict[str, Any],
+        environment: dict[str, str | None],
+        directory: str | None = None,
     ) -> Driver:
         given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         driver = self._driver = Driver({**options, **quiet}, {**given, **environment}, directory)
         try:
-            if self._has_left:  # from now on `leave` ends the driver
-                raise PoolUnavailable("the pool was shut down")
-            driver.connect()
+            driver.connect(stopping)
         except BaseException:
             driver.close()
             raise
@@ -222,9 +227,9 @@ class Driver:
             return self._head
         return None
 
-    def connect(self) -> None:
-        """Wait until the driver has connected to Ray. Raises `PoolUnavailable` if it cannot."""
-        session = Session(self.connection(), threading.Event())
+    def connect(self, stopping: threading.Event) -> None:
+        """Wait until the driver has connected to Ray, or `stopping` is set. Raises `PoolUnavailable` if it cannot."""
+        session = Session(self.connection(), stopping)
         what = "answer (its GCS server, and this node's raylet)"
         self._head = session.ask(what, "connect", *self._connect)
 
@@ -282,7 +287,7 @@ class Session:
             while not self._connection.poll(TICK_SECONDS):
                 waited = time.monotonic() - began
                 if self._stopping.is_set():
-                    raise PoolUnavailable("the pool was shut down")
+                    raise PoolUnavailable(_STOPPED)
                 if waited > START_SECONDS:
                     raise PoolUnavailable(f"Ray did not {action} within {START_SECONDS:g} s")
                 if waited > warn_after:

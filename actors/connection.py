@@ -53,8 +53,6 @@ class SequenceState:
     slot: int = FREE
     number: int = 0
     """Number of its grammar on that worker."""
-    changed_from: int | None = None
-    """Output tokens from this position on have changed since they were sent."""
     waits_until: float = math.inf
     """`time.monotonic()` at which it fails if no worker can take it. Infinite: it does not wait for one."""
     replays: int = 0
@@ -78,7 +76,6 @@ class SequenceState:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
         self.worker = None
         self.slot = FREE
-        self.changed_from = None
 
 
 class Work(NamedTuple):
@@ -175,20 +172,19 @@ class WorkerConnection:
         """Numbers of the grammars that the worker has, by key. One that is sent again gets a new number."""
         self._count = count()
         self._segment = segment
-        self._free_slots: list[int] = []
         self.requests: list[Request] = []
         """The next frame."""
 
-    def has_slot(self) -> bool:
-        """Return whether a sequence can be opened now."""
-        if not self._free_slots:  # it may have freed some
-            table = self.table
-            self._free_slots = np.flatnonzero((table.target < 0) & (table.target == table.ready))[::-1].tolist()
-        return bool(self._free_slots)
+    def free_slot(self) -> int | None:
+        """Return the lowest free slot: a GPU reads those without a copy. None: no sequence can be opened now."""
+        table = self.table
+        free = np.flatnonzero((table.target < 0) & (table.target == table.ready))
+        return int(free[0]) if len(free) else None
 
     def open(self, state: SequenceState) -> None:
         """Open a sequence in a free slot, with the whole output that it has now."""
-        slot = self._free_slots.pop()
+        slot = self.free_slot()
+        assert slot is not None
         sequence = state.sequence
         grammar = state.grammar
         tokens = list(sequence.output_token_ids)
@@ -209,21 +205,19 @@ class WorkerConnection:
         if left:
             self.requests.append(Unload(left))
 
-    def edit(self, state: SequenceState) -> None:
-        """Send the part of a sequence's output that has changed, or that the worker may not know, in a message."""
+    def cut(self, state: SequenceState, length: int) -> None:
+        """Have the worker forget output tokens after the first `length` ones."""
+        if length < int(self.table.target[state.slot]) & POSITION:
+            self.edit(state, length)
+
+    def edit(self, state: SequenceState, length: int = POSITION) -> None:
+        """Send the part of a sequence's output that the worker may not know in a message, up to `length` tokens."""
         output = state.sequence.output_token_ids
-        ready = int(self.table.ready[state.slot])
-        if ready >= 0:
-            filled = ready & POSITION
-        else:
-            filled = 0
+        end = min(len(output), length)
+        filled = max(0, int(self.table.ready[state.slot])) & POSITION
         sent = int(self.table.target[state.slot]) & POSITION
-        start = min(filled, sent, len(output))
-        if state.changed_from is not None:
-            start = min(start, state.changed_from)
-            state.changed_from = None
-        tokens = list(output[start:])
-        self.requests.append(Edit(state.slot, self._next_version(state.slot, start + len(tokens)), start, tokens))
+        start = min(filled, sent, end)
+        self.requests.append(Edit(state.slot, self._next_version(state.slot, end), start, list(output[start:end])))
 
     def _next_version(self, slot: int, length: int) -> int:
         """Request the mask after an output that is sent in a message. Returns the output's version."""
@@ -243,7 +237,6 @@ class WorkerConnection:
         version = freed(int(self.table.target[slot]))
         self.table.target[slot] = version
         self.requests.append(Free(slot, version))
-        self._free_slots.clear()  # the next sequence gets the lowest slot: a GPU reads those without a copy
         state.leave()
 
     def request_wakeup(self) -> None:
@@ -251,10 +244,10 @@ class WorkerConnection:
         self.table.wake[0] = 1
         self.channel.push()
 
-    def receive(self) -> list[SequenceState]:
-        """Read the answers that have arrived. Returns the sequences that the worker failed, with their errors."""
+    def receive(self) -> bool:
+        """Read the answers that have arrived. Returns whether the worker has failed a sequence."""
         self.channel.push()  # if all rows are late, no step sends the rest of a large frame
-        failed = []
+        has_failed = False
         while (frame := self.channel.receive()) is not None:
             try:
                 answer = _decode(frame)
@@ -265,12 +258,12 @@ class WorkerConnection:
                 error = from_wire(answer.error)
                 error.add_note(f"on {self.name}")
                 state.error = state.error or error
-                failed.append(state)
+                has_failed = True
                 key = state.grammar.key
                 # Perhaps its grammar was not loaded, for a passing lack of memory: the next sequence loads it again.
                 if not state.has_answered and self._loaded.get(key) == state.number:
                     self.requests.append(Unload([self._loaded.remove(key)]))
-        return failed
+        return has_failed
 
     def work(self) -> list[Work]:
         """Return what each busy thread of the worker does, what began last first. From any thread."""

@@ -17,6 +17,7 @@ from actors.connection import SequenceState, StepPart, Work, WorkerConnection, l
 from actors.protocol import CHECKED, FAILED, STEERED
 from actors.quarantine import Quarantine
 from guided.backends import BACKENDS
+from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
 from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forced_runs
 from guided.sequence import GuidedSequence, VetoReport
@@ -79,28 +80,34 @@ class Dispatcher:
 
     def __init__(self, pool_wait: float, max_replays: int, forced_tokens: bool = False) -> None:
         self._forced_tokens = forced_tokens
-        self._pool_wait = pool_wait
+        self.pool_wait = pool_wait
         self._max_replays = max_replays
         self.workers: list[WorkerConnection] = []
         """Those that are up."""
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step(())
-        self._late: set[SequenceState] = set()
-        """Sequences with a late mask, until a later step collects it or they are freed."""
-        self._changed: set[SequenceState] = set()
-        """Sequences that were edited, moved or failed since the last step."""
+        self._is_changed = False
+        """Whether a sequence has failed, or lost its worker, since the last step."""
         self._holding: set[SequenceState] = set()
         """Sequences of a backend that holds the interpreter lock while it computes a mask."""
         self.quarantine = Quarantine()
         self.replays = 0
         """Sequences that outlived their worker and are opened on another one, since the start."""
         self._events: deque[Callable[[], None]] = deque()
-        self._closed = False
+        self.unavailable: PoolUnavailable | None = None
+        """Why no worker will take a sequence, as far as is known."""
         self._poller = select.poll()
 
     def announce(self, event: Callable[[], None]) -> None:
         """Have the engine's thread call `event`: at its next call, or while it waits in `collect`. From any thread."""
         self._events.append(event)
+
+    def _receive(self) -> None:
+        """Read what the workers have answered, and handle the events."""
+        for worker in self.workers:
+            if worker.receive():
+                self._is_changed = True
+        self._handle_events()
 
     def _handle_events(self) -> None:
         while self._events:
@@ -126,7 +133,7 @@ class Dispatcher:
         """
         if worker not in self.workers:
             return
-        self._changed.update(worker.receive())  # what it answered before its end still counts
+        worker.receive()  # what it answered before its end still counts
         self._poller.unregister(worker.channel.fd)
         self.workers.remove(worker)
         if culprit is None:
@@ -157,7 +164,7 @@ class Dispatcher:
         for state in worker.sequences.values():
             self.replays += state.error is None
             state.leave()
-            self._changed.add(state)
+        self._is_changed = True
         worker.sequences.clear()
         worker.close()
 
@@ -176,12 +183,11 @@ class Dispatcher:
     def _fail(self, state: SequenceState, error: GuidedError) -> None:
         """Fail a sequence for another reason than a worker's answer."""
         state.error = state.error or error
-        self._changed.add(state)
+        self._is_changed = True
 
     def close(self) -> None:
         """Give up all connections and memory. Every open sequence is lost."""
-        self._closed = True
-        error = PoolUnavailable("the pool is shut down")
+        self.unavailable = error = PoolUnavailable("the pool is shut down")
         for state in self._sequences.values():
             self._fail(state, error)
         self._handle_events()
@@ -198,8 +204,6 @@ class Dispatcher:
         for sequence_id in sequence_ids:
             state = self._sequences.pop(sequence_id, None)
             if state is not None:
-                self._late.discard(state)
-                self._changed.discard(state)
                 self._holding.discard(state)
                 if state.worker is not None:
                     state.worker.free(state)
@@ -210,17 +214,13 @@ class Dispatcher:
     def rollback(self, sequence_id: int, length: int) -> None:
         state = self._sequences.get(sequence_id)
         if state is not None and state.worker is not None:
-            if state.changed_from is None:
-                state.changed_from = length
-            else:
-                state.changed_from = min(state.changed_from, length)
-            self._changed.add(state)
+            state.worker.cut(state, length)
 
     def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self._handle_events()
         previous = self._step
         is_same = batch is not None and batch == previous.batch
-        if is_same and previous.all_ready and not self._changed:
+        if is_same and previous.all_ready and not self._is_changed:
             step = self._step = _Step(sequences, batch)
             step.parts = previous.parts
         else:
@@ -233,10 +233,7 @@ class Dispatcher:
     def _assign(self, sequences: Sequence[GuidedSequence], batch: int | None) -> _Step:
         """Begin a step: open the sequences that have no worker, and group the rows by worker."""
         step = self._step = _Step(sequences, batch)
-        for changed in self._changed:
-            if changed.worker is not None and changed.changed_from is not None:
-                changed.worker.edit(changed)
-        self._changed.clear()
+        self._is_changed = False
         rows = dict[int, SequenceState]()
         for row, sequence in enumerate(sequences):
             state = self._sequences.get(sequence.sequence_id)
@@ -261,17 +258,19 @@ class Dispatcher:
                 parts.setdefault(state.worker, {})[row] = state
         step.parts += [StepPart(worker, list(part), list(part.values())) for worker, part in parts.items()]
 
+    def refusal(self, constraint: Constraint) -> GuidedError | None:
+        """Return why no sequence of a constraint is opened now, or None."""
+        return self.unavailable or self.quarantine.error(constraint.key)
+
     def _place(self, state: SequenceState) -> None:
         """Open a sequence, if a worker can take it now. Fail it if it waited too long, or its grammar ends workers."""
-        able = [worker for worker in self.workers if worker.has_slot()]
-        error: GuidedError | None = self.quarantine.error(state.grammar.constraint.key)
-        if self._closed:
-            error = PoolUnavailable("the pool is shut down")
-        elif not able:
+        able = [worker for worker in self.workers if worker.free_slot() is not None]
+        error = self.refusal(state.grammar.constraint)
+        if not able:
             now = time.monotonic()
-            state.waits_until = min(state.waits_until, now + self._pool_wait)
+            state.waits_until = min(state.waits_until, now + self.pool_wait)
             if now >= state.waits_until:
-                error = PoolUnavailable(f"no mask worker could take the sequence for {self._pool_wait:g} s")
+                error = PoolUnavailable(f"no mask worker could take the sequence for {self.pool_wait:g} s")
         if error is not None:
             self._fail(state, error)
         elif able:
@@ -306,11 +305,8 @@ class Dispatcher:
                 if status[index] & CHECKED:
                     length, final, keyword = table.veto[part.slots[index]].item()
                     found.note(int(part.rows[index]), sequence, VetoReport(length, final, keyword.decode()))
-            if self._late:
-                self._late.difference_update(part.ready_states())
         step.all_ready = ready_rows == len(step.sequences)
         found.late = sorted(undecided)
-        self._late.update(undecided.values())
         return found
 
     def _wait_for_step(self, step: _Step, deadline: float) -> dict[int, SequenceState]:
@@ -318,8 +314,7 @@ class Dispatcher:
         while True:
             for worker in self.workers:
                 worker.request_wakeup()
-                self._changed.update(worker.receive())
-            self._handle_events()
+            self._receive()
             waiting = dict(step.waiting)
             step.waiting.clear()
             self._add_rows(step, waiting)
@@ -337,17 +332,19 @@ class Dispatcher:
             if any(happened & select.POLLHUP for _, happened in polled):  # a supervisor is about to announce its end
                 time.sleep(_LOOK_SECONDS)
 
-    def decided(self) -> list[int]:
-        if not self._late:
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        if not sequence_ids:
             return []
-        self._handle_events()
-        for worker in self.workers:
-            self._changed.update(worker.receive())
+        self._receive()
         now = time.monotonic()
-        if any(worker.has_slot() for worker in self.workers):
+        if any(worker.free_slot() is not None for worker in self.workers):
             now = math.inf  # those that wait for one can be opened now
-        return sorted(
-            state.sequence.sequence_id
-            for state in self._late
-            if state.error is not None or state.is_ready or (state.worker is None and now >= state.waits_until)
-        )
+        return [sequence_id for sequence_id in sequence_ids if self._is_decided(sequence_id, now)]
+
+    def _is_decided(self, sequence_id: int, now: float) -> bool:
+        state = self._sequences.get(sequence_id)
+        if state is None or state.error is not None:
+            return True
+        if state.worker is None:
+            return now >= state.waits_until
+        return state.is_ready

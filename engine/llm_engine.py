@@ -246,7 +246,7 @@ class LLMEngine:
             if request_id in self.groups:
                 self._fail(self.groups[request_id], error)
         if self.scheduler.skipped:
-            self.scheduler.resume(self.processor.decided())
+            self.scheduler.resume(self.processor.decided([sequence.seq_id for sequence in self.scheduler.skipped]))
         batch = self.scheduler.schedule()
         if batch.is_empty and self.scheduler.skipped:
             self.scheduler.resume()

@@ -124,7 +124,7 @@ class Guided(Way):
 
     def _take_decided(self, rows: int) -> int:
         """Let late sequences run again that are decided, or all if no other can run. Returns their number."""
-        decided = self._late.intersection(self._processor.decided())
+        decided = set(self._processor.decided(self._late))
         if not decided and len(self._late) == rows:
             decided = self._late.copy()
         self._late -= decided

@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from starlette.types import Scope
 
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
@@ -73,12 +71,26 @@ def _named(error: GuidedError) -> str:
     return f"{name}: {error}"
 
 
-def respell(error: GuidedError, scope: Scope) -> None:
-    """Replace the name of the field at fault by its name in the request."""
-    names: Mapping[str, str] = scope.get("state", {}).get("field_names", {})
-    sent = names.get(error.param or "", error.param)
-    error.message = error.message.replace(f"'{error.param}'", f"'{sent}'").replace(f"{error.param} is ", f"{sent} is ")
-    error.param = sent
+class FieldNames(dict[str, str]):
+    """Fields of the chat that a request is translated to -> their names in the request. Parts of a field follow it.
+
+    Routes add the fields that they translate, parts before the fields that contain them.
+    """
+
+    def of(self, field: str) -> str:
+        """Return the name of a field in the request."""
+        for name, sent in self.items():
+            if field == name or field.startswith((f"{name}.", f"{name}[")):
+                return sent + field[len(name) :]
+        return field
+
+    def respell(self, error: GuidedError) -> None:
+        """Name the field at fault as the request does."""
+        if error.param is not None:
+            sent = self.of(error.param)
+            for form in ("'{}'", "{} is "):
+                error.message = error.message.replace(form.format(error.param), form.format(sent))
+            error.param = sent
 
 
 def shape_error(errors: Sequence[Any]) -> InvalidRequest:

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
-from engine.server.errors import MESSAGES_PATH, OLLAMA_PATH, RequestTimeout, message_error, ollama_error, respell
+from engine.server.errors import MESSAGES_PATH, OLLAMA_PATH, RequestTimeout, message_error, ollama_error
 from engine.server.metrics import Metrics
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded, error_body, error_headers
 
@@ -29,7 +29,8 @@ def install_handlers(app: FastAPI) -> None:
 
 def refuse(metrics: Metrics, scope: Scope, error: GuidedError, **headers: str) -> JSONResponse:
     """Count and log an error, and return the answer. `headers` are added to the headers of the answer."""
-    respell(error, scope)
+    if names := scope.get("state", {}).get("field_names"):
+        names.respell(error)
     metrics.failed(error.code, error.status)
     if error.status < 500 and not isinstance(error, CompileTimeout):  # other errors are logged where they happen
         _log(scope, error)

@@ -47,7 +47,7 @@ class LMFormatEnforcerBackend(Backend):
 
     def compile(self, constraint: Constraint) -> LMFormatEnforcerGrammar:
         if constraint.kind == "choice":
-            options = [StringParser(choice.encode().decode("latin-1")) for choice in constraint.choices]
+            options = [StringParser(choice.encode().decode("latin-1")) for choice in constraint.value]
             return LMFormatEnforcerGrammar(UnionParser(options), self._tokens)
         if constraint.whitespace:
             raise UnsupportedConstraint("lm-format-enforcer has no whitespace pattern", param="whitespace_pattern")

@@ -226,10 +226,10 @@ class MaskPool(Protocol):
                 no worker can take its sequence, or took it too recently for the time limit of its mask to be over.
         """
 
-    def decided(self) -> list[int]:
-        """Return the late sequences that are decided now: their mask is ready, or they failed. Does not wait.
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        """Return those of these late sequences that are decided: their mask is ready, or they failed. Does not wait.
 
-        Called between `collect` and `submit`. Returned again until they are submitted again, unchanged.
+        Called between `collect` and `submit`. A sequence that is not open is decided.
         """
 
     def status(self) -> PoolStatus:

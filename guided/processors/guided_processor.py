@@ -203,7 +203,9 @@ class GuidedProcessor(LogitPostProcessor):
 
     def _wait_for_first(self, sequences: Sequence[GuidedSequence], until: float, seconds: float) -> StepMasks:
         """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again."""
-        while not self._pool.decided() and time.perf_counter() < until:
+        late = self._request_ids.keys() - self._pool.decided(self._request_ids)
+        late.update(sequence.sequence_id for sequence in sequences)
+        while not self._pool.decided(late) and time.perf_counter() < until:
             time.sleep(_LOOK_SECONDS)
         self._pool.submit(sequences, self._batch)
         step = self._pool.collect(0.0)
@@ -221,8 +223,8 @@ class GuidedProcessor(LogitPostProcessor):
                 edits[sequence.sequence_id] = SampledEdit(append=others)
         return edits
 
-    def decided(self) -> list[int]:
-        return self._pool.decided()
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        return self._pool.decided(sequence_ids)
 
     def free(self, request_id: str) -> None:
         self._grammars.pop(request_id, None)

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -153,9 +153,9 @@ class LogitPostProcessor:
         """
         return {}
 
-    def decided(self) -> list[int]:
-        """Return late sequences that are decided, without waiting, until they are prepared again, unchanged."""
-        return []
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        """Return those of these late sequences that are decided: they have a mask, or failed. Does not wait."""
+        return list(sequence_ids)
 
     def rollback(self, sequence_id: int, length: int) -> None:
         """See `MaskPool.rollback`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -168,13 +168,13 @@ class PostProcessors(LogitPostProcessor):
                         edits[sequence_id] = edit
         return edits
 
-    def decided(self) -> list[int]:
-        """Return sequences that are decided in a member. If another member has no mask yet, they are late again."""
-        decided: set[int] = set()
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        """Return those of these late sequences that every member has decided."""
+        decided = list(sequence_ids)
         for member in self._members:
             with self._containing(member, "decided", member.sequences):
-                decided.update(member.processor.decided())
-        return sorted(decided)
+                decided = member.processor.decided(decided)
+        return decided
 
     def failures(self) -> dict[str, GuidedError]:
         """Return requests that failed between two steps, each once. Others fail in the report of their next step."""

@@ -46,15 +46,22 @@ _NO_BASE = "json-schema:///"
 """How such a URI begins in a document without an identifier."""
 
 
-def canonical(schema: Schema, *, open_objects: bool | None = None) -> CanonicalForm:
-    """Return the canonical form of a schema that `guided.schema.document.parse` returned. See `CanonicalForm`."""
-    document = {} if schema is True else {"not": {}} if schema is False else schema
-    return _form(json.dumps(document, ensure_ascii=False, separators=(",", ":")), open_objects)
+def canonical(schema: Schema | str, *, open_objects: bool | None = None) -> CanonicalForm:
+    """Return the canonical form of a schema that `guided.schema.document.parse` returned, or of its JSON text.
+
+    See `CanonicalForm`.
+    """
+    if not isinstance(schema, str):
+        schema = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return _form(schema, open_objects)
 
 
 @lru_cache(maxsize=4)  # each backend that is tried asks for it
 def _form(text: str, open_objects: bool | None) -> CanonicalForm:
-    return CanonicalForm(json.loads(text), open_objects=open_objects)
+    document = json.loads(text)
+    if isinstance(document, bool):
+        document = {} if document else {"not": {}}
+    return CanonicalForm(document, open_objects=open_objects)
 
 
 class CanonicalForm:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
-from guided.schema import document, string_pattern
+from guided.schema import string_pattern
 from guided.schema.canonical import CanonicalForm, canonical
 from guided.schema.keywords import Schema, escape, listed
 from guided.schema.validation import Validator
@@ -211,12 +211,12 @@ class ArgumentReader:
 
     Args:
         style: one of `STYLES`.
-        schema: the schema of the arguments. It decides whether a text is a string or the JSON value that it spells.
+        schema: the valid schema of the arguments. It decides whether a text is a string, or the JSON that it spells.
     """
 
     def __init__(self, style: str, schema: Schema) -> None:
         self._style = STYLES[style]
-        self._validator = Validator(document.parse(schema, "parameters"))
+        self._validator = Validator(schema)
 
     def read(self, text: str, position: int, path: _Path = ()) -> tuple[Any, int]:
         """Return the values of the complete elements at `position`, and the position after them.

@@ -7,7 +7,6 @@ the output (`guided/tools/parser.py`) are made from these descriptions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from guided.backends.without_torch import import_xgrammar
 from guided.constraint import Constraint
+from guided.schema.keywords import replaced
 
 NAME = "{name}"
 NUMBER = "{number}"
@@ -255,12 +255,13 @@ def _parts(form: Any, kind: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Function:
-    """A function that the model may call, and the schema of its arguments."""
+    """A function that the model may call."""
 
     name: str
-    parameters: dict[str, Any]
-    text: dict[str, Any] | None = None
-    """The format (of a structural tag) of a custom tool's plain input. It ends the output."""
+    parameters: Constraint
+    """The schema of the arguments, an object."""
+    text: Constraint | None = None
+    """The constraint on a custom tool's plain input, which ends the output."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ def _call(form: ToolFormat, begin: str, function: Function) -> dict[str, Any]:
     """Return the tag of a call."""
     first, *others = begin.replace(NAME, function.name).split(NUMBER)
     arguments = {"type": "json_schema", "json_schema": function.parameters, "style": form.style}
-    content = function.text or arguments
+    content = as_format(function.text) if function.text else arguments
     for text in others:
         content = _sequence({"type": "regex", "pattern": r"\d{1,3}"}, _literal(text), content)
     return _tag(first, content, "" if function.text else form.call[1])
@@ -368,20 +369,21 @@ def answer_format(
 
 
 def as_format(constraint: Constraint) -> dict[str, Any]:
-    """Convert a constraint to a format (of a structural tag)."""
+    """Return the format (of a structural tag) of a constraint. The format contains the constraint, or its contents."""
     match constraint.kind:
-        case "json_schema":
-            return {"type": "json_schema", "json_schema": json.loads(constraint.source)}
-        case "regex":
-            return {"type": "regex", "pattern": constraint.source}
-        case "choice":
-            return {"type": "choice", "choice": constraint.choices}
-        case "grammar":
-            return {"type": "grammar", "grammar": constraint.source}
         case "json_object":
             return {"type": "json_object"}
-    form: dict[str, Any] = json.loads(constraint.source)["format"]
-    return form
+        case "regex":
+            return {"type": "regex", "pattern": constraint}
+        case "structural_tag":
+            document = constraint.value
+            for pointer, content in constraint.contents.items():
+                if content.kind != "json_object":
+                    document = replaced(document, pointer, content)
+            form: dict[str, Any] = document["format"]
+            return form
+        case kind:
+            return {"type": kind, kind: constraint}
 
 
 def _answered(reasoning: ReasoningFormat | None, answer: dict[str, Any] | None) -> dict[str, Any]:

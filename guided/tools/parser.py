@@ -171,7 +171,7 @@ class OutputParser:
             yield from self._take(r"\s*")
             yield from self._json()
         else:
-            reader = ArgumentReader(tools.style, function.parameters)
+            reader = ArgumentReader(tools.style, function.parameters.value)
             arguments = yield from self._elements(reader, r"\s*" + end, tools.call[1].split()[-1])
             yield Piece("arguments", json.dumps(arguments, ensure_ascii=False), self.num_calls - 1)
         self.complete = True

@@ -41,7 +41,7 @@ class TestCanonical:
 
     def test_choices_come_back_once_each_and_in_order(self) -> None:
         options = ["b", "a", "b", 'quo"te\\', "é\n"]
-        assert Constraint.choice(options).choices == ["b", "a", 'quo"te\\', "é\n"]
+        assert Constraint.choice(options).value == ["b", "a", 'quo"te\\', "é\n"]
 
 
 class TestRefusals:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 
 import pytest
@@ -33,9 +34,8 @@ class Own(LogitPostProcessor):
     def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport:
         return ApplyReport(dict(self.failed), list(self.late), wait_seconds=1.0)
 
-    def decided(self) -> list[int]:
-        found, self.late = self.late, []
-        return found
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        return [number for number in sequence_ids if number not in self.late]
 
     def free(self, request_id: str) -> None:
         self.freed.append(request_id)
@@ -54,7 +54,9 @@ def test_a_row_is_late_or_failed_if_it_is_so_in_one_member() -> None:
 
     own.late = [1]
     assert apply().late == [1]
-    assert processors.decided() == [1]
+    assert processors.decided([1]) == []
+    own.late = []
+    assert processors.decided([1]) == [1]
     assert apply().late == []
     own.failed, own.late = {1: BackendError("no")}, [1]
     report = apply()

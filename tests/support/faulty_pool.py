@@ -95,10 +95,10 @@ class FaultyPool(InlinePool):
             return False
         return True
 
-    def decided(self) -> list[int]:
-        for sequence_id in self.late:
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        for sequence_id in self.late.keys() & sequence_ids:
             self.late[sequence_id] -= 1
-        return [sequence_id for sequence_id, looks in self.late.items() if looks <= 0 or sequence_id in self._lost]
+        return [number for number in sequence_ids if self.late.get(number, 0) <= 0 or number in self._lost]
 
     def lose(self, sequence_id: int, error: GuidedError | None = None) -> None:
         self._lost[sequence_id] = error or WorkerDied("told to die")

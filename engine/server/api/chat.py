@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -77,49 +78,54 @@ def build_job(
     body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool = False
 ) -> Job:
     """Build the job of a chat. The arguments after the first two are fields of `Job`."""
+    jobs = _jobs(body, context, request_id, http_id, at_admission)
+    return replace(next(jobs), relax=jobs.send)
+
+
+def _jobs(
+    body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool
+) -> Generator[Job, InvalidConstraint, None]:
+    """Yield the job of a chat. For each error sent, yield the job without the parts of schemas that errors named.
+
+    Raises an error that names no schema of a function that is not strict.
+    """
     wanted = requested_constraint(body, context.settings)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
+    logprobs = None
     if body.logprobs:
         logprobs = body.top_logprobs or 0
-    else:
-        logprobs = None
-    if body.max_completion_tokens is None:
+    limit = body.max_completion_tokens
+    if limit is None:
         limit = body.max_tokens
-    else:
-        limit = body.max_completion_tokens
     check_size(context, body, 1, limit, logprobs)
     prompt = encode_body(context, body, body.messages)
-    rest = body.model_copy(update={"messages": []})
+    body = body.model_copy(update={"messages": []})  # the generator keeps the body, which may be large
     refused: dict[str, list[str]] = {}
-
-    def build(error: InvalidConstraint | None = None) -> Job:
-        """Build the job, without the parts of schemas that `error` and earlier errors name."""
-        if error is not None:
-            tries = sum(map(len, refused.values()))
-            if error.param not in refused or tries > MAX_TRIES:
-                raise error
-            refused[error.param].append(error.pointer or "")
-            for places in refused.values() if tries == MAX_TRIES else ():
-                places.append("")
-        calls = requested_calls(rest, context, wanted.constraint, refused)
-        form = output_form(rest, context, wanted, calls, prompt)
-        params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
-        return Job(
+    tries = 0
+    while True:
+        calls = requested_calls(body, context, wanted, refused)
+        form = output_form(body, context, wanted, calls, prompt)
+        params = sampling_params(body, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
+        job = Job(
             request_id,
             http_id,
             [prompt],
             params,
-            wanted.param or (None if calls is None else "tools"),
-            rest.stream,
-            reported=rest.reported,
+            body.stream,
+            reported=body.reported,
             form=form,
-            ignored=ignored_fields(rest, wanted, form),
+            ignored=ignored_fields(body, wanted, form),
             at_admission=at_admission,
-            relax=build,
-        ).admitted(context)
-
-    return build()
+        )
+        error = yield job.admitted(context)
+        if error.param not in refused or tries > MAX_TRIES:
+            raise error
+        refused[error.param].append(error.pointer or "")
+        if tries == MAX_TRIES:
+            for places in refused.values():
+                places.append("")
+        tries += 1
 
 
 _CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}

@@ -58,7 +58,8 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     form = OutputForm(wanted.constraint)
     params = sampling_params(body, wanted, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
-        *(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, body.reported),
+        *(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, body.stream, body.reported),
+        form=form,
         ignored=ignored_fields(body, wanted, form),
     ).admitted(context)
     if body.echo:

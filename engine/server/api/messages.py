@@ -137,16 +137,9 @@ class ThinkingConfig(Body):
     budget_tokens: int | None = Field(default=None, ge=0, description="Number of tokens after which thinking ends.")
 
 
-class OutputFormat(ResponseFormat):
-    """Anthropic's `output_config.format`, in which the schema has no name."""
-
-    path: ClassVar[str] = "output_config.format"
-    schema_path: ClassVar[str] = "output_config.format.schema"
-
-
 class OutputConfig(FormatHolder):
     path = "output_config"
-    format: OutputFormat | None = None
+    format: ResponseFormat | None = None
     effort: str | None = Field(default=None, description="Passed to the chat template as `reasoning_effort`.")
 
 
@@ -162,7 +155,9 @@ class CountTokensRequest(GenerationRequest):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(default=None, description="The former place of `output_config.format`.")
+    output_format: ResponseFormat | None = Field(
+        default=None, description="The former place of `output_config.format`."
+    )
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     thread: dict[str, Any] | None = Field(default=None, description="Refused: send all messages of the conversation.")
     # A message has one output, while a chat may have several.
@@ -174,8 +169,8 @@ class CountTokensRequest(GenerationRequest):
         fields = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
         config = self.output_config or OutputConfig()
         choice = self.tool_choice or ToolChoice()
-        if (chosen := config.format or self.output_format) is not None:
-            fields["response_format"] = chosen
+        if config.format or self.output_format:
+            fields["response_format"] = config.format or self.output_format
         if self.stop_sequences is not None:
             fields["stop"] = self.stop_sequences
         variables: dict[str, Any] = {}
@@ -249,6 +244,11 @@ def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> 
         raise InvalidRequest(message, param="thread", code="thread_unsupported_request")  # clients then send all
     names = request.state.field_names
     names |= {"prompt": "messages", "stop": "stop_sequences"}
+    config = body.output_config or OutputConfig()
+    for field, form in (("output_config.format", config.format), ("output_format", body.output_format)):
+        if form is not None:
+            names |= {"response_format.json_schema.schema": f"{field}.schema", "response_format": field}
+            break
     for index, place in enumerate(offered(body.tools)):
         names[f"tools[{index}].function.name"] = f"tools[{place}].name"
         names[f"tools[{index}].function.parameters"] = f"tools[{place}].input_schema"

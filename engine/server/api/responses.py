@@ -91,16 +91,9 @@ class InputItem(TypedBody):
         return self.type in ("function_call", "custom_tool_call", "reasoning")
 
 
-class TextFormat(ResponseFormat):
-    """OpenAI's `text.format`, in which the schema stands beside its name."""
-
-    path: ClassVar[str] = "text.format"
-    schema_path: ClassVar[str] = "text.format.schema"
-
-
 class TextConfig(FormatHolder):
     path = "text"
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
 
 
 class FunctionTool(OfferedTool):
@@ -220,6 +213,8 @@ def count_input_tokens(body: ResponsesRequest, request: Request, context: Contex
 def _job(body: ResponsesRequest, request: Request, context: ServerContext) -> Job:
     names = request.state.field_names
     names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+    if body.text is not None and body.text.format is not None:
+        names |= {"response_format.json_schema.schema": "text.format.schema", "response_format": "text.format"}
     for index, (place, tool) in enumerate(offered(body.tools).items()):
         for field in ("name", "format", "parameters"):
             names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{place}].{field}"

@@ -129,6 +129,10 @@ class GenerationRequest(ConstraintFields):
                     data[known] = value
                     names[known] = f"{place}.{name}"
             data[place] = left
+        older = "guided_decoding_backend"
+        if data.get("backend") is None and older in data:
+            data["backend"] = data.pop(older)
+            names["backend"] = names.get(older, older)
         return data
 
     @model_validator(mode="after")

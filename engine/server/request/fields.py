@@ -272,9 +272,6 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(JsonSchemaFormat):
     """OpenAI's `response_format`, and the forms of other servers."""
 
-    path: ClassVar[str] = "response_format"
-    """The path of this field in errors. `schema_path` is the path of its schema."""
-    schema_path: ClassVar[str] = "response_format.json_schema.schema"
     type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: Annotated[JsonSchemaFormat | None, Kind("json_schema")] = None
     value: Schema = Field(default=None, description="The schema in requests of TGI's clients.")

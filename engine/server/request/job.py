@@ -13,7 +13,7 @@ from typing import Any
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.context import ServerContext
-from engine.server.errors import QueueFull, ShuttingDown
+from engine.server.errors import FieldNames, QueueFull, ShuttingDown
 from engine.server.request.bodies import ChoicesRequest, GenerationRequest, GuidedInfo, Reported
 from engine.server.request.constraints import RequestedConstraint
 from engine.server.request.fields import ConstraintFields
@@ -131,13 +131,22 @@ class OutputForm:
     kind: str | None = None
     """The kind of constraint that the answer names. None: the kind of `constraint`."""
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
+    """JSON pointers to parts of the constraint -> the field that describes the part, and the pointer in the field."""
     parser: Callable[[], OutputParser] = OutputParser
     """Makes the parser of a choice's output."""
     shows_special_tokens: bool = False
     """Whether the parser reads special tokens."""
     id_length: int = 29
     """Number of characters of a call's id."""
+
+    def place(self, pointer: str | None) -> tuple[str | None, str | None]:
+        """Return the field that a place in the constraint comes from, and the pointer in this field."""
+        for place, (field_name, inner) in self.places.items():
+            if pointer is not None and f"{pointer}/".startswith(f"{place}/"):
+                return field_name, inner + pointer[len(place) :]
+        if self.constraint is None:
+            return None, pointer
+        return self.constraint.origin[0], pointer
 
 
 @dataclass(frozen=True)
@@ -153,8 +162,6 @@ class Job:
     """The header `x-request-id` of the answer."""
     prompts: Sequence[list[int]]
     params: SamplingParams
-    constraint_field: str | None
-    """The field that holds the constraint, as the request spells it."""
     stream: bool
     reported: Reported = field(default_factory=Reported)
     echoed: Sequence[str] = ()
@@ -199,17 +206,16 @@ class Job:
                 stream = self.stream or self.at_admission
                 groups.append(context.llm.engine.admit(request_id, prompt, self.params, stream=stream))
             except GuidedError as error:
-                raise self.respell(error, number) from None
+                raise self.located(error, number) from None
         return replace(self, groups=groups)
 
-    def respell(self, error: GuidedError, prompt: int) -> GuidedError:
-        """Return an error that names the field of the constraint as the request spells it, and the prompt if there are
-        several."""
+    def located(self, error: GuidedError, prompt: int) -> GuidedError:
+        """Return an error that names the field that the constraint comes from, and the prompt if there are several."""
         if isinstance(error, InvalidConstraint):
             error = copy(error)  # the error of a compilation is kept for other requests
         if isinstance(error, InvalidConstraint | ConstraintNotMet) and (error.param is None or error.param in KINDS):
-            error.param = self.constraint_field or error.param
-            locate(error, self.form.places)
+            name, error.pointer = self.form.place(error.pointer)
+            error.param = name or error.param
         if isinstance(error, ConstraintNotMet) and (self.params.seed is not None or self.params.is_greedy):
             error.retryable = False  # the output would be the same
         if error.param == "prompt" and len(self.prompts) > 1:
@@ -217,22 +223,8 @@ class Job:
         return error
 
 
-def locate(error: GuidedError, places: Mapping[str, tuple[str, str]]) -> None:
-    """If an error's pointer is within one of `places`, replace its field and pointer by those of the request."""
-    if error.pointer is not None and (found := _field_at(error.pointer, places)) is not None:
-        error.param, error.pointer = found
-
-
-def _field_at(pointer: str, places: Mapping[str, tuple[str, str]]) -> tuple[str, str] | None:
-    """Return the request's field that a pointer into a constraint belongs to, and the pointer within that field."""
-    for place, (field_name, inner) in places.items():
-        if f"{pointer}/".startswith(f"{place}/"):
-            return field_name, inner + pointer[len(place) :]
-    return None
-
-
-def guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) -> GuidedInfo | None:
-    """Describe how a job is constrained. `field_names`: fields of the job -> their names in the request."""
+def guided_info(job: Job, first: RequestOutput, names: FieldNames) -> GuidedInfo | None:
+    """Describe how a job is constrained."""
     constraint = job.params.constraint
     backend = first.backend
     if constraint is None or backend is None:
@@ -240,8 +232,10 @@ def guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) 
 
     def place(pointer: str) -> str:
         """Translate a pointer into the constraint to one into the field, with the field's name before it for a tool."""
-        name, inner = _field_at(pointer, job.form.places) or ("", pointer)
-        return (field_names.get(name, name) if "[" in name else "") + inner
+        name, inner = job.form.place(pointer)
+        if name is None or "[" not in name:
+            return str(inner)
+        return f"{names.of(name)}{inner}"
 
     return GuidedInfo(
         kind=job.form.kind or constraint.kind,
@@ -299,4 +293,4 @@ async def outputs_of(context: ServerContext, job: Job) -> Outputs:
     except GuidedError as error:
         if context.shutting_down and isinstance(error, InternalError):
             raise ShuttingDown("the server is shutting down") from error
-        raise job.respell(error, number) from None
+        raise job.located(error, number) from None

@@ -3,21 +3,20 @@ of the output."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from engine.server.context import ServerContext
 from engine.server.request.bodies import ChatRequest, Tool, is_hosted
-from engine.server.request.constraints import RequestedConstraint, opens_objects
+from engine.server.request.constraints import RequestedConstraint
 from engine.server.request.custom_calls import CustomCallParser
-from engine.server.request.job import OutputForm, locate
-from guided.backends import candidates
+from engine.server.request.job import OutputForm
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
 from guided.regex.parser import parse
-from guided.schema.document import relaxed
-from guided.schema.keywords import escape
+from guided.tags.structural_tag import contents
+from guided.tags.structural_tag import parse as parse_tag
 from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
 from guided.tools.parser import OutputParser
 
@@ -27,12 +26,12 @@ _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
 
 
 def requested_calls(
-    body: ChatRequest, context: ServerContext, constraint: Constraint | None, refused: dict[str, list[str]]
+    body: ChatRequest, context: ServerContext, wanted: RequestedConstraint, refused: dict[str, list[str]]
 ) -> Calls | None:
     """Return the calls that the answer may have, or None.
 
     Args:
-        constraint: the constraint on an answer without calls.
+        wanted: has the constraint on an answer without calls.
         refused: field of a schema that need not be enforced -> JSON pointers of the parts that a library refused. This
             function adds the fields.
     """
@@ -59,7 +58,10 @@ def requested_calls(
             faults = None
         else:
             faults = refused.setdefault(field, [])
-        parameters = _parameters(tool, field, [""] if is_off and strict is False else faults)
+        if is_off and strict is False:
+            faults = [""]
+        options = {"open_objects": wanted.open_objects, "strict_schema": body.strict_schema is True}
+        parameters = _parameters(tool, field, faults, **options)
         if (pattern := tool.input_grammar("regex")) is not None:
             parse(pattern, param=field, lookaheads=False)  # raises if the regex can't be enforced
         lark = tool.input_grammar("lark")
@@ -69,10 +71,10 @@ def requested_calls(
             text = _text_format(lark, field, tool_format)
         functions.append(Function(tool.function.name, parameters, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
-    if constraint is None:
+    if wanted.constraint is None:
         answer = None
     else:
-        answer = as_format(constraint)
+        answer = as_format(wanted.constraint)
     return Calls(tool_format, functions, mode != "auto", parallel, answer)
 
 
@@ -81,11 +83,11 @@ def schema_field(index: int, tool: Tool) -> str:
     return f"tools[{index}].{'custom.format' if tool.type == 'custom' else 'function.parameters'}"
 
 
-def _text_format(lark: str, field: str, tool_format: ToolFormat) -> dict[str, Any]:
+def _text_format(lark: str, field: str, tool_format: ToolFormat) -> Constraint:
     if tool_format.separator is not None or tool_format.call[0].endswith(NAME):
         message = "this model's format of calls has no marks around an input that is no JSON: use a regex, not Lark"
         raise InvalidRequest(message, param=field)
-    return {"type": "grammar", "grammar": lark}
+    return Constraint.grammar(lark, param=field)
 
 
 def _check_names(tools: Sequence[Tool]) -> None:
@@ -133,27 +135,25 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(message, param="tool_choice")
 
 
-def _parameters(tool: Tool, field: str, refused: Collection[str] | None) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object.
+def _parameters(tool: Tool, field: str, faults: Collection[str] | None, **options: Any) -> Constraint:
+    """Return the constraint on the arguments of a function, which are an object.
 
     Args:
-        refused: JSON pointers of parts that are not enforced. None: the whole schema must be enforced.
+        faults: JSON pointers of parts of their schema that are not enforced. None: the whole schema must be enforced.
+        options: arguments of `Constraint.json_schema`.
     """
     schema = tool.function.parameters
     if schema is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    named = schema.get("type", "object")
-    if isinstance(named, list):
-        kinds = named
-    else:
-        kinds = [named]
-    if refused is not None:
-        is_object = any(kind in _OBJECT_TYPES for kind in kinds)
-        schema = relaxed({**schema, "type": "object"}, refused if is_object else [""])
-    elif "object" not in kinds:
+        schema = {"properties": {}, "additionalProperties": False}
+    kinds = schema.get("type", "object")
+    if not isinstance(kinds, list):
+        kinds = [kinds]
+    if faults is None and "object" not in kinds:
         message = "the parameters of a function are an object: their schema has another type"
         raise InvalidConstraint(message, param=field)
-    return {**schema, "type": "object"}
+    if faults is not None and not any(kind in _OBJECT_TYPES for kind in kinds):
+        faults = [""]
+    return Constraint.json_schema({**schema, "type": "object"}, faults=faults, param=field, **options)
 
 
 def output_form(
@@ -182,8 +182,7 @@ def output_form(
     special = any(name in texts for name in context.llm.model.vocabulary.special_names)
     if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
         return OutputForm(parser=parser, shows_special_tokens=special)
-    is_open = opens_objects(body, context.settings) if wanted.constraint is None else wanted.constraint.open_objects
-    whole, places = _combined(body, wanted, calls, reasoning, thinking, is_open)
+    whole, places = _combined(body, wanted, calls, reasoning, thinking)
     if calls is not None:
         return OutputForm(whole, "tools", places, parser, special, calls.format.id_length)
     kind = "structural_tag" if wanted.constraint is None else wanted.constraint.kind
@@ -196,36 +195,27 @@ def _combined(
     calls: Calls | None,
     reasoning: ReasoningFormat | None,
     thinking: Thinking,
-    open_objects: bool | None,
 ) -> tuple[Constraint, dict[str, tuple[str, str]]]:
-    """Return the constraint on the whole output, and the request's fields of its parts (`OutputForm.places`)."""
+    """Return the constraint on the whole output, and the origins of its parts (`OutputForm.places`)."""
     given = wanted.constraint
-    answer = calls.answer if calls is not None else None if given is None else as_format(given)
-    limit = body.max_reasoning_tokens
-    document = {"type": "structural_tag", "format": answer_format(calls or answer, reasoning, thinking, limit)}
-    owners: dict[int, tuple[str, str]] = {}
-    if calls is not None:
-        fields = {tool.function.name: schema_field(index, tool) for index, tool in enumerate(body.tools or ())}
-        for function in calls.functions:
-            owners[id(function.text or function.parameters)] = fields[function.name], ""
-    if answer is not None and given is not None:
-        owners[id(answer.get("json_schema", answer))] = (
-            wanted.param or given.kind,
-            "/format" if given.kind == "structural_tag" else "",
-        )
-    places = dict(_places(document, owners))
-    candidates("structural_tag", wanted.backend)
-    try:
-        whole = Constraint.structural_tag(
-            document,
-            whitespace=None if given is None else given.whitespace,
-            open_objects=open_objects,
-            strict_schema=body.strict_schema is True,
-        )
-        return whole, places
-    except InvalidConstraint as error:
-        locate(error, places)
-        raise
+    name = "tools"
+    answer = None
+    whitespace = None
+    if given is not None:
+        name = given.origin[0]
+        answer = as_format(given)
+        whitespace = given.whitespace
+    form = answer_format(calls or answer, reasoning, thinking, body.max_reasoning_tokens)
+    document = {"type": "structural_tag", "format": form}
+    whole = Constraint.structural_tag(
+        document,
+        whitespace=whitespace,
+        open_objects=wanted.open_objects,
+        strict_schema=body.strict_schema is True,
+        param=name,
+    )
+    parts = [content for content in contents(parse_tag(document, name)) if isinstance(content.value, Constraint)]
+    return whole, {part.pointer: part.value.origin for part in parts}
 
 
 def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: ServerContext) -> Thinking:
@@ -239,18 +229,3 @@ def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: Ser
     if tail.endswith(reasoning.end):
         return "no"
     return "possible"
-
-
-def _places(document: Any, owners: dict[int, tuple[str, str]], at: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the JSON pointer of each object of `owners` in `document`, with the entry of `owners`.
-
-    `owners`: `id` of an object -> the field of the request that describes the object, and the pointer in this field.
-    """
-    if id(document) in owners:
-        yield at, owners[id(document)]
-    elif isinstance(document, dict):
-        for name, value in document.items():
-            yield from _places(value, owners, f"{at}/{escape(name)}")
-    elif isinstance(document, list):
-        for index, value in enumerate(document):
-            yield from _places(value, owners, f"{at}/{index}")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from guided.bitmask import words
-from guided.errors import GuidedError, InvalidRequest, TokenRejected
+from guided.errors import GuidedError, InvalidRequest, PoolUnavailable, TokenRejected
 from guided.integrations.vllm import metrics
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.pools.inline import InlinePool
-from guided.pools.opening import LazyPool
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary
@@ -102,11 +101,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
             raise ValueError("guided's structured outputs don't work with the executor external_launcher")
         super().__init__(vllm_config)
-        self._pool = lazy_pool(vllm_config)
-        # vLLM accepts requests only after this: while they wait, vLLM's processes poll, and Ray would start too slowly.
-        # After a failure, which is logged, requests try again.
-        self._pool.opened().exception()
-        weakref.finalize(self, self._pool.shutdown)
+        self._pool = open_pool(vllm_config)
+        shutdown = self._shutdown = weakref.finalize(self, self._pool.shutdown)
+        metrics.report(self._pool, lambda: not shutdown.alive)
         self.errors: dict[str, RequestError] = {}
         """The errors of failed requests, by vLLM's id, until the requests are freed. Any thread adds entries."""
         self._masker = Masker(self._pool, self._note_failure)
@@ -210,7 +207,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     def clear_backend(self) -> None:
         """Close the pool."""
         super().clear_backend()
-        self._pool.shutdown()
+        self._shutdown()
 
     def held_back(self) -> set[str]:
         """Return the ids of late requests that still wait for their masks."""
@@ -290,8 +287,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                     mask[token >> 5] = word & ~_bit(token)
 
 
-def lazy_pool(config: VllmConfig) -> LazyPool:
-    """Return the pool of `--additional-config '{"guided": {...}}'`. It is not open yet.
+def open_pool(config: VllmConfig) -> MaskPool:
+    """Open the pool of `--additional-config '{"guided": {...}}'`.
 
     Raises:
         InvalidRequest: vLLM was started without a tokenizer.
@@ -303,16 +300,7 @@ def lazy_pool(config: VllmConfig) -> LazyPool:
         options.setdefault("max_replays", 2)  # vLLM has no finish reason for another request's fault
         if config.parallel_config.distributed_executor_backend == "ray":
             options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
-    make = find_pool(options.pop("pool"), options)
-    vocabulary = model_vocabulary(config)
-
-    def open_reported() -> MaskPool:
-        opened = make(vocabulary)
-        metrics.report(opened, lambda: pool.closed)
-        return opened
-
-    pool = LazyPool(vocabulary, open_reported)
-    return pool
+    return find_pool(options.pop("pool"), options)(model_vocabulary(config))
 
 
 def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:
@@ -321,7 +309,20 @@ def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], M
         return partial(InlinePool, **options)
     if name != "ray":
         raise ValueError(f"pool is {name!r}; it must be ray or inline")
-    return partial(import_module("actors").RayPool, options=RayPoolOptions(**options))  # `guided` needs no Ray
+    return partial(_start_pool, RayPoolOptions(**options))
+
+
+def _start_pool(options: RayPoolOptions, vocabulary: Vocabulary) -> MaskPool:
+    """Start a pool of Ray actors, and wait until it has started, or can't be.
+
+    vLLM accepts requests only after this: while they wait, vLLM's processes poll, and Ray would start too slowly.
+    """
+    pool: Any = import_module("actors").RayPool(vocabulary, options)  # `guided` needs no Ray
+    try:
+        pool.started()
+    except PoolUnavailable as error:
+        _log.error("requests fail until the mask pool has started: %s", error)
+    return cast("MaskPool", pool)
 
 
 def model_vocabulary(config: VllmConfig) -> Vocabulary:

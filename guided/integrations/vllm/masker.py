@@ -230,7 +230,8 @@ class Masker:
     def decided(self) -> set[int]:
         """Return the ids of late sequences that are decided: their masks are ready, or they failed."""
         self._discard_step()
-        return set(self._processor.decided())
+        requests = list(self.requests.values())
+        return set(self._processor.decided([sequence_id for request in requests for sequence_id in request.late]))
 
     def _discard_step(self) -> None:
         """Finish a prepared step that the engine does not use."""
