@@ -162,9 +162,9 @@ class TestLateMasks:
         asked: Counter[tuple[int, int]] = Counter()
         submit = host.pool.submit
 
-        def counted(sequences: Any) -> None:
+        def counted(sequences: Any, *batch: int | None) -> None:
             asked.update((each.sequence_id, len(each.output_token_ids)) for each in sequences)
-            submit(sequences)
+            submit(sequences, *batch)
 
         monkeypatch.setattr(host.pool, "submit", counted)
         host.pool.delay = lambda sequence_id, position: 5 * (position == 3)
