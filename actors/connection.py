@@ -192,7 +192,7 @@ class WorkerConnection:
         left = list[int]()
         if number is None:
             number = next(self._count)
-            self.channel.send_grammar(grammar.dumped)
+            self.channel.send(grammar.dumped, is_grammar=True)
             left = self._loaded.add(grammar.key, number, grammar.nbytes)
         state.number = number
         self.sequences[slot] = state

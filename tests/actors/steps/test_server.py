@@ -108,7 +108,7 @@ class Peer:
         self.table = pair.segment.table
         self.numbers = {grammar: number for number, grammar in enumerate(grammars)}
         for grammar in grammars:
-            self.channel.send_grammar(package_of(grammar))
+            self.channel.send(package_of(grammar), is_grammar=True)
 
     def send(self, *requests: Request) -> None:
         self.channel.send(encode(list(requests)))
