@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, NamedTuple
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 from msgspec.msgpack import Decoder, encode
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from actors.protocol import (
     ACTIVITIES,
@@ -102,25 +102,28 @@ def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[Int32s, Int64s]:
 class StepPart:
     """The rows of a step that are filled by one worker: their positions in the step, and their sequences."""
 
-    def __init__(self, worker: WorkerConnection, rows: ArrayLike, states: Sequence[SequenceState]) -> None:
+    def __init__(self, worker: WorkerConnection, rows: Mapping[int, SequenceState]) -> None:
         self.worker = worker
         self.table = worker.table
-        self.states = states
-        self.rows = np.array(rows, np.intp)
-        self.slots = np.array([state.slot for state in states], np.intp)
+        self.states = np.array(list(rows.values()), object)
+        self.rows = np.array(list(rows), np.intp)
+        self.slots = np.array([state.slot for state in rows.values()], np.intp)
         self.target = self.table.target[self.slots]
         """int64 `[n]`: the version that each row's mask is wanted for."""
-        self.ready: NDArray[np.bool_] = np.zeros(len(states), np.bool_)
+        self.ready: NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
         self._fill = _fill(self.slots)
 
-    def look(self) -> bool:
-        """Compare the versions; return whether a mask is missing."""
+    def look(self) -> Iterable[tuple[int, SequenceState]]:
+        """Compare the versions; return the rows without a mask."""
         self.ready = self.table.ready[self.slots] == self.target
-        return not self.ready.all()
+        if self.ready.all():
+            return ()
+        return zip(self.rows[~self.ready].tolist(), self.states[~self.ready], strict=True)
 
-    def ready_states(self) -> list[SequenceState]:
-        """Return the sequences with a mask, as of the last `look`."""
-        return [self.states[index] for index in np.flatnonzero(self.ready).tolist()]
+    def select(self, kept: NDArray[np.bool_]) -> None:
+        """Keep some of the rows."""
+        for name in ("states", "rows", "slots", "target", "ready"):
+            setattr(self, name, getattr(self, name)[kept])
 
     def send_outputs(self, last: Int32s, lengths: Int64s) -> None:
         """Send the new tokens of each row's output, and request the masks that were not requested yet.
@@ -192,7 +195,7 @@ class WorkerConnection:
         left = list[int]()
         if number is None:
             number = next(self._count)
-            self.channel.send_grammar(grammar.dumped)
+            self.channel.send(grammar.dumped, is_grammar=True)
             left = self._loaded.add(grammar.key, number, grammar.nbytes)
         state.number = number
         self.sequences[slot] = state

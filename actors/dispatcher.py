@@ -47,26 +47,12 @@ class _Step:
         """Compare the versions; return the undecided rows."""
         undecided = dict(self.waiting)
         for part in self.parts:
-            if part.look():
-                self._sort(part, undecided)
+            for row, state in part.look():
+                if state.error is None:
+                    undecided[row] = state
+                else:
+                    self.failed[row] = state.error
         return undecided
-
-    def take(self, part: StepPart) -> None:
-        """Take the rows without a mask out of a part: its worker has ended."""
-        part.look()
-        self._sort(part, self.waiting)
-        rest = self.parts[self.parts.index(part)] = StepPart(part.worker, part.rows[part.ready], part.ready_states())
-        rest.look()
-
-    def _sort(self, part: StepPart, undecided: dict[int, SequenceState]) -> None:
-        """Add the rows without a mask to `failed` or to `undecided`."""
-        for index in np.flatnonzero(~part.ready).tolist():
-            row = int(part.rows[index])
-            state = part.states[index]
-            if state.error is None:
-                undecided[row] = state
-            else:
-                self.failed[row] = state.error
 
 
 class Dispatcher:
@@ -160,7 +146,8 @@ class Dispatcher:
                 self._fail(state, died if state in busy and isinstance(error, WorkerDied) else error)
         for part in self._step.parts:
             if part.worker is worker:
-                self._step.take(part)
+                self._step.waiting.update(part.look())
+                part.select(part.ready)
         for state in worker.sequences.values():
             self.replays += state.error is None
             state.leave()
@@ -220,17 +207,15 @@ class Dispatcher:
         self._handle_events()
         previous = self._step
         is_same = batch is not None and batch == previous.batch
-        if is_same and previous.all_ready and not self._is_changed:
-            step = self._step = _Step(sequences, batch)
-            step.parts = previous.parts
-        else:
-            step = self._assign(sequences, batch)
+        if not (is_same and previous.all_ready and not self._is_changed):
+            self._assign(sequences, batch)
+        self._step.all_ready = False
         outputs = last_tokens(sequences)
-        for part in step.parts:
+        for part in self._step.parts:
             part.send_outputs(*outputs)
         send_all(self.workers)
 
-    def _assign(self, sequences: Sequence[GuidedSequence], batch: int | None) -> _Step:
+    def _assign(self, sequences: Sequence[GuidedSequence], batch: int | None) -> None:
         """Begin a step: open the sequences that have no worker, and group the rows by worker."""
         step = self._step = _Step(sequences, batch)
         self._is_changed = False
@@ -242,7 +227,6 @@ class Dispatcher:
             else:
                 rows[row] = state
         self._add_rows(step, rows)
-        return step
 
     def _add_rows(self, step: _Step, rows: Mapping[int, SequenceState]) -> None:
         """Add rows to a step: open the sequences that have no worker, and group the rows by worker."""
@@ -256,7 +240,7 @@ class Dispatcher:
                 step.waiting[row] = state
             else:
                 parts.setdefault(state.worker, {})[row] = state
-        step.parts += [StepPart(worker, list(part), list(part.values())) for worker, part in parts.items()]
+        step.parts += [StepPart(worker, part) for worker, part in parts.items()]
 
     def refusal(self, constraint: Constraint) -> GuidedError | None:
         """Return why no sequence of a constraint is opened now, or None."""

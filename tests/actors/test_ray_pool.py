@@ -114,7 +114,7 @@ def test_a_cluster_that_is_silent_is_given_up_soon() -> None:
 CONNECT = """
 import sys, threading
 from actors.cluster import Driver
-Driver({'address': sys.argv[1]}, {}).connect(threading.Event())
+Driver(threading.Event(), {'address': sys.argv[1]}, {})
 """
 
 
