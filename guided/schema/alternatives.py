@@ -85,8 +85,11 @@ class Alternatives:
             return False
         return schema
 
-    def of(self, schema: Any, context: Any = True) -> list[Any]:
+    def of(self, schema: Any, context: Any = True, *, exclusive: bool = True) -> list[Any]:
         """Return schemas without `oneOf` that have together the values of `schema` and `context`.
+
+        Args:
+            exclusive: whether a value satisfies only one alternative of each `oneOf`, and not at least one.
 
         Raises:
             UnsupportedConstraint: not possible.
@@ -99,12 +102,12 @@ class Alternatives:
             inner = self.merged([siblings] if context is True else [siblings, context])
             if inner is False:
                 return []
-            return self.of({"oneOf": schema["oneOf"]}, inner)
+            return self.of({"oneOf": schema["oneOf"]}, inner, exclusive=exclusive)
         match schema:
-            case {"anyOf": parts} if len(schema) == 1:
-                return [found for part in parts for found in self.of(part, context)]
-            case {"oneOf": parts} if len(schema) == 1:
+            case {"oneOf": parts} if len(schema) == 1 and exclusive:
                 return list(self._exclusive(parts, context))
+            case {"anyOf": parts} | {"oneOf": parts} if len(schema) == 1:
+                return [inner for part in parts for inner in self.of(part, context, exclusive=exclusive)]
             case {"allOf": parts} if len(schema) == 1:
                 whole = self.merged([*parts, context])
                 if isinstance(whole, bool) or "allOf" not in whole:
@@ -113,7 +116,7 @@ class Alternatives:
                     return [whole]
                 contexts = [context]
                 for part in parts:
-                    contexts = [found for inner in contexts for found in self.of(part, inner)]
+                    contexts = [inner for outer in contexts for inner in self.of(part, outer, exclusive=exclusive)]
                 return contexts
         if context is True:
             whole = schema
@@ -128,9 +131,13 @@ class Alternatives:
         if len(parts) > _MAX_PARTS:
             raise UnsupportedConstraint(f"'oneOf' has more than {_MAX_PARTS} alternatives")
         groups = [self.of(part, context) for part in parts]
+        wholes = [self.of(part, context, exclusive=False) for part in parts]
         for index, group in enumerate(groups):
             others = [other for place, rest in enumerate(groups) if place != index for other in rest]
             kept = [found for own in group if (found := self._without(own, others)) is not False]
+            for whole in (whole for place, rest in enumerate(wholes) if place != index for whole in rest):
+                if whole not in others and any(self.merged([part, whole]) is not False for part in kept):
+                    raise UnsupportedConstraint("an alternative of 'oneOf' has values of another 'oneOf'")
             yield from [parts[index]] if context is True and kept == group else kept
 
     def _without(self, own: Any, others: list[Any]) -> Any:
