@@ -19,7 +19,8 @@ from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema.graph import children
-from guided.schema.keywords import MISSPELT, OTHERS, at, listed
+from guided.schema.keywords import MISSPELT, OTHERS, at, listed, types_of
+from guided.schema.numbers import numbers_of
 from guided.schema.validation import PATTERNS, Validator
 
 KEYWORDS = {*MISSPELT, *OTHERS}
@@ -72,12 +73,10 @@ class Alternatives:
         return self._forms[key]
 
     def _filtered(self, schema: Any) -> Any:
-        """Return those of the listed values that satisfy `allOf`, where one of its parts lists values."""
-        if isinstance(schema, dict):
-            parts = schema.get("allOf", ())
-        else:
-            parts = ()
-        for values in filter(None, map(listed, parts)):
+        """Return those of the listed values that satisfy `allOf`, where one of its parts lists values, or has few."""
+        if isinstance(schema, bool) or "allOf" not in schema:
+            return schema
+        for values in filter(None, map(_values, [schema, *schema["allOf"]])):
             validator = Validator({**schema, "$schema": self._draft})
             kept = [value for value in values if validator.violation(value) is None]
             if kept:
@@ -119,7 +118,7 @@ class Alternatives:
                     contexts = [inner for outer in contexts for inner in self.of(part, outer, exclusive=exclusive)]
                 return contexts
         if context is True:
-            whole = schema
+            whole = self._filtered(schema)
         else:
             whole = self.merged([schema, context])
         if whole is False:
@@ -146,14 +145,17 @@ class Alternatives:
         others = [other for other in others if self.merged([own, other]) is not False]
         if not others:
             return own
-        found = self.merged([own, *(self._excluding(own, other) for other in others)])
-        is_lost = found is False and own.get("type") == "object"
-        if is_lost or (_is_negated(found) and not _is_negated(own)):
+        rest = self.merged([own, *(self._excluding(own, other) for other in others)])
+        if rest is False:  # too much may be excluded
+            rest = self.merged([own, *({"not": other} for other in others)])
+        if _is_negated(rest) and not _is_negated(own):
             raise UnsupportedConstraint("the alternatives of 'oneOf' can't be told apart")
-        return found
+        return rest
 
     def _is_apart(self, own: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return whether both list strings as the values of a required property, and none of them is the same."""
+        """Return whether both have other types, or list other strings as the values of a required property."""
+        if types_of(own).isdisjoint(types_of(other)):
+            return True
         for name in own.get("required", ()):
             values = self._strings(own, name)
             others = self._strings(other, name)
@@ -189,6 +191,15 @@ class Alternatives:
             raise UnsupportedConstraint("the alternatives of 'oneOf' differ in properties without a name")
         kept = {keyword: value for keyword, value in other.items() if keyword not in _CLOSING}
         return {"not": {**kept, "properties": differing}}
+
+
+def _values(schema: Any) -> list[Any] | None:
+    """Return the values of a schema that lists them, and integers between near bounds; None for others."""
+    if isinstance(schema, dict) and schema.get("type") == "integer":
+        numbers = numbers_of(schema, "integer")
+        if numbers.are_few:
+            return list(numbers.units)
+    return listed(schema)
 
 
 def canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
