@@ -171,7 +171,8 @@ class CanonicalForm:
         """Return a subschema of the library's form.
 
         Args:
-            is_part: another subschema describes the same value, so an object is not closed here.
+            is_part: another subschema describes the same value, so an object is not closed here, and `oneOf` is no
+                fewer values: one that an alternative leaves out may be all that the other subschema has.
         """
         if isinstance(schema, bool) or schema.keys().isdisjoint(KEYWORDS):
             return schema is not False
@@ -184,7 +185,7 @@ class CanonicalForm:
     def _read_keywords(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
         read: dict[str, Any] = {}
         keywords = schema.keys() & KEYWORDS
-        inner = self._open_objects is False and (is_part or len(keywords) > 1 or "allOf" in keywords)
+        inner = is_part or len(keywords) > 1 or "allOf" in keywords
         for keyword, value in schema.items():
             if keyword in keywords:
                 read |= self._keyword(schema, keyword, value, origin, inner)
@@ -244,7 +245,8 @@ class CanonicalForm:
         if name is None and len(self._names) < 1_000:
             with suppress(InvalidConstraint):
                 parts = self._alternatives.of(schema)
-                if not any(isinstance(part, dict) and "allOf" in part for part in parts):
+                is_narrowed = is_part and parts != self._alternatives.of(schema, exclusive=False)
+                if not is_narrowed and not any(isinstance(part, dict) and "allOf" in part for part in parts):
                     if len(parts) == 1:
                         body = parts[0]
                     else:
