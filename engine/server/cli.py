@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from engine.server.commands.check import check
 from engine.server.commands.doctor import doctor
 from engine.server.commands.serve import serve
+from engine.server.commands.top import top
 
 
 class _Command(TyperCommand):
@@ -44,7 +45,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Guided decoding: an OpenAI-compatible server with outputs that satisfy a schema, regex, grammar or choice.",
 )
-for _command in (serve, doctor, check):
+for _command in (serve, doctor, top, check):
     app.command(cls=_Command)(_command)
 
 

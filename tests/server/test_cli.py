@@ -45,6 +45,7 @@ def test_help_names_every_option_with_its_default() -> None:
         (["serve", "--port=0", "--backend=nosuch"], 1, ["transformers", "ray"]),
         (["serve", "--port=0", "--logits-processors=json:loads"], 1, ["transformers", "ray"]),
         (["check", "nosuch.json"], 2, ["llguidance", "torch"]),
+        (["top", "--help"], 0, ["httpx", "prometheus_client"]),
     ],
 )
 def test_wrong_calls_are_noticed_before_anything_slow(arguments: list[str], status: int, unused: list[str]) -> None:
@@ -88,6 +89,7 @@ def test_short_help_is_not_cut() -> None:
     [
         ("uvicorn", "serve --port 0", "pip install '.[server]' in a checkout"),
         ("ray", "serve --port 0 --pool ray", "pip install '.[server,ray]' in a checkout"),
+        ("prometheus_client", "top --once", "pip install '.[server]' in a checkout"),
     ],
 )
 def test_what_is_not_installed_is_named(missing: str, command: str, says: str) -> None:
