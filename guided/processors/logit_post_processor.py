@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
+
+    LogitsRows: TypeAlias = NDArray[np.intp] | Sequence[int] | None
+    """The logits row of each sequence, all different. None: row i for sequence i."""
 
 
 @dataclass(slots=True)
@@ -101,10 +104,7 @@ class LogitPostProcessor:
         return None
 
     def prepare(
-        self,
-        sequences: Sequence[GuidedSequence],
-        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
-        batch: int | None = None,
+        self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
     ) -> None:
         """Start one step; return in microseconds. `apply` follows.
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from guided.processors.logit_post_processor import LogitsRows
+
 logger = logging.getLogger(__name__)
 
 
@@ -69,14 +71,10 @@ class _Member:
 
     def failure(self, method: str, error: object) -> GuidedError:
         """Return the error of the requests that an exception, or a reported error, ends."""
-        name = self.processor.name
         if isinstance(error, GuidedError):
             return error
-        if isinstance(error, Exception):
-            exception = error
-        else:
-            exception = None
-        logger.error("the post-processor %s raised in %s: its requests end", name, method, exc_info=exception)
+        name = self.processor.name
+        logger.error("the post-processor %s failed in %s: its requests end", name, method, exc_info=True)
         return PostProcessorFailed(f"the post-processor {name} failed in {method}: {bounded(repr(error))}")
 
 
@@ -124,10 +122,7 @@ class PostProcessors(LogitPostProcessor):
         return compiled
 
     def prepare(
-        self,
-        sequences: Sequence[GuidedSequence],
-        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
-        batch: int | None = None,
+        self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
     ) -> None:
         if batch is None or batch != self._batch:
             if logits_rows is None:
