@@ -52,11 +52,11 @@ class GuidedProcessor(LogitPostProcessor):
         self._is_timed = False
         """Whether a sequence of the batch has `mask_seconds`."""
         self._prepared: Sequence[GuidedSequence] | None = None
-        """Sequences of the prepared step, until `apply` or `collect` finishes it."""
+        """The sequences of the prepared step, until `apply` or `collect` finishes it."""
         self._logits_rows: NDArray[np.intp] = np.empty(0, np.intp)
         """The logits row of each sequence of the batch."""
         self._forced: list[tuple[GuidedSequence, int, list[int]]] = []
-        """`(sequence, length of its output, forced tokens)` of this step, from `StepMasks.forced`."""
+        """The forced tokens of this step: `(sequence, length of its output, StepMasks.forced)`."""
         self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
 
     def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
@@ -246,7 +246,7 @@ class DecodeStep:
     tokens: list[int]
     """The sampled token of each logits row. Ignore those of failed and late sequences."""
     report: ApplyReport
-    """Which sequences failed, and which are late."""
+    """The report about the sequences that failed or are late."""
     ended: list[int] = field(default_factory=list)
     """Ids of sequences that sampled a stop token. It is not appended. Do not decode them again."""
 

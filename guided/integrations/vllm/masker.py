@@ -35,22 +35,22 @@ class GuidedRequest:
     request_id: str
     """vLLM's internal id, which it makes unique."""
     stops: frozenset[int] = frozenset()
-    """Tokens at which vLLM ends the request, but for the vocabulary's stop tokens. They are allowed when the constraint
-    is satisfied, and only then."""
+    """Tokens at which vLLM ends the request, without the vocabulary's stop tokens. They are allowed only where the
+    constraint is satisfied."""
     compiled: Future[GuidedRequest] = field(default_factory=Future)
-    """Ends with this request when its grammar is compiled. Stays open if the request fails before."""
+    """A future that ends with this request when its grammar is compiled. It stays open if the request fails before."""
     error: GuidedError | None = None
     late: set[int] = field(default_factory=set)
     """Ids of the request's sequences with a late mask at the last `collect`."""
     sequences: list[GuidedSequence] = field(default_factory=list)
-    """By number of draft tokens: each row of a request has a matcher of its own."""
+    """The sequences of the request's rows, by number of draft tokens: each row has a matcher of its own."""
     committed: dict[int, int] = field(default_factory=dict)
-    """By number of draft tokens: the number of last prepared tokens that cannot be rejected."""
+    """The number of prepared tokens that cannot be rejected any more, by number of draft tokens of the row."""
 
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the grammar has consumed, without those of the reasoning."""
     masks: Sequence[NDArray[np.int32]] | NDArray[np.int32] = ()
-    """`[1 + drafts, words]`: the masks of the last step."""
+    """The masks of the last step, `[1 + drafts, words]`."""
     is_missing: bool = False
     """Whether a row of the last step had no mask: it failed, was late, or its grammar is still being compiled."""
 
@@ -70,9 +70,9 @@ class GuidedRow(NamedTuple):
     line: int
     """The line of the bitmask."""
     token_ids: Sequence[int]
-    """All output tokens before it, by reference."""
+    """All output tokens before the row, by reference."""
     drafts: int = 0
-    """Number of draft tokens at their end, which may be rejected in this step."""
+    """Number of draft tokens at the end of `token_ids`. They may be rejected in this step."""
 
 
 class Masker:
@@ -88,10 +88,10 @@ class Masker:
         self._report = report
         self._sequence_ids = itertools.count()
         self.requests: dict[str, GuidedRequest] = {}
-        """By id: the requests that have not ended. The thread that receives requests adds entries."""
+        """The requests that have not ended, by id. The thread that receives requests adds entries."""
         self._rows: Sequence[GuidedRow] = ()
         self._discarded: set[int] = set()
-        """Lines of the step's rows after a stop token, or after an invalid draft token."""
+        """The lines of rows after a stop token, or after an invalid draft token."""
         self._prepared: dict[int, GuidedRow] = {}
         """The rows that were prepared, by sequence id."""
         self._batch: tuple[list[GuidedSequence], list[int]] = ([], [])
@@ -99,7 +99,7 @@ class Masker:
         self._number = 0
         """The number of this batch."""
         self._in_step = False
-        """The processor has a prepared step."""
+        """Whether the processor has a prepared step."""
 
     def begin(self, request: GuidedRequest, params: str | None) -> None:
         """Add a request, and compile its constraint. From any thread.
