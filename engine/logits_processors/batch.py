@@ -79,7 +79,7 @@ class IndexedBatch:
         count = config.scheduler_config.max_num_seqs
         self._processor = processor
         self._known: dict[Sequence, tuple[int, int, int]] = {}
-        """Sequence -> its index, and its numbers of edits and of tokens when `_token_ids` was written."""
+        """The index of each sequence, and its numbers of edits and of tokens when `_token_ids` was written."""
         self._free = list(range(count))[::-1]
         self._token_ids: NDArray[np.int32] = np.zeros((count, config.model_config.max_model_len), dtype=np.int32)
         self._seq_lens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)

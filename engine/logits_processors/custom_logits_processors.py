@@ -45,7 +45,7 @@ class _Host:
         """Replace the processor by a new instance without state. Exceptions of its constructor pass through."""
         self._rows: list[Sequence] = []
         self._late: list[Sequence] = []
-        """Late sequences, at the end of the batch. They have no logits in this step."""
+        """The late sequences, at the end of the batch. They have no logits in this step."""
         self._processor: LogitsProcessor = self._make()
         self._batch = PersistentBatch()
         self._indexed = None if self._config is None else IndexedBatch(self._processor, self._config)
@@ -78,7 +78,7 @@ class CustomLogitsProcessors:
     def __init__(self, config: VllmConfig, device: torch.device, classes: Rows[type[LogitsProcessor]] = ()) -> None:
         self.classes = tuple(classes)
         self.failed: dict[int, LogitsProcessorFailed] = {}
-        """Row of this step on which a custom processor has raised -> the error."""
+        """The errors of the rows of this step on which a custom processor has raised, by row."""
         self._hosts: list[_Host] = []
         self._broken: set[_Host] = set()
         """Hosts of processors that have raised and were not restarted yet."""
@@ -89,7 +89,7 @@ class CustomLogitsProcessors:
                 raise ValueError(
                     f"the logits processor {kind.__name__} can't be made: {bounded(repr(error))}"
                 ) from error
-        self.before = [kind for kind in self._hosts if not kind.argmax_invariant]
+        self.before = [host for host in self._hosts if not host.argmax_invariant]
         """Hosts of the processors that run before the penalties."""
         self.after = [host for host in self._hosts if host.argmax_invariant]
         """Hosts of the processors that run on masked and scaled logits. Their results for greedy rows are not used."""

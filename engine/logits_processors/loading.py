@@ -82,12 +82,12 @@ def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConf
 def _check_methods(processor: LogitPostProcessor) -> None:
     """Raise a `ValueError` if the engine can't call a method of a post-processor."""
     for method, base in inspect.getmembers(LogitPostProcessor, inspect.isfunction):
-        own = getattr(processor, method)
+        override = getattr(processor, method)
         signature = inspect.signature(base)
         arguments = list(signature.parameters)[1:]
         try:
-            inspect.signature(own).bind(*arguments)
-            is_callable = not inspect.iscoroutinefunction(own)
+            inspect.signature(override).bind(*arguments)
+            is_callable = not inspect.iscoroutinefunction(override)
         except TypeError:
             is_callable = False
         if not is_callable:
