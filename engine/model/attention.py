@@ -346,9 +346,9 @@ def _decode(query: Tensor, paged: PagedContext, layer: int, scores: Scores, span
     grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
     parts: list[Tensor] = []
     rows = torch.split(grouped, [len(lengths) for _, lengths in paged.decodes])
-    for part, ((tables, _), own) in enumerate(zip(paged.decodes, rows, strict=True)):
+    for part, ((tables, _), queries) in enumerate(zip(paged.decodes, rows, strict=True)):
         keys, values = paged.cache.gather(layer, tables)
-        parts.append(_attend(own, keys, values, paged.mask(part, span, query.dtype), scores))
+        parts.append(_attend(queries, keys, values, paged.mask(part, span, query.dtype), scores))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
 
 

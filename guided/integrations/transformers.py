@@ -95,7 +95,8 @@ class GuidedLogitsProcessor:
         else:
             many = [constraints]
         self._constraints = [
-            each if isinstance(each, Constraint | None) else constraint_for(each, param="constraints") for each in many
+            given if isinstance(given, Constraint | None) else constraint_for(given, param="constraints")
+            for given in many
         ]
         self._end_failed = failed_rows == "end"
         self._pool = pool or InlinePool(vocabulary)
@@ -114,8 +115,8 @@ class GuidedLogitsProcessor:
         self._grammars: list[Grammar | None] = []
         """By index in `constraints`."""
         futures = [
-            None if each is None else self._pool.compile(each, candidates(each.kind, backend))
-            for each in self._constraints
+            None if constraint is None else self._pool.compile(constraint, candidates(constraint.kind, backend))
+            for constraint in self._constraints
         ]
         for index, future in enumerate(futures):
             try:
@@ -165,12 +166,12 @@ class GuidedLogitsProcessor:
         floors = [[_FLOOR if row in self._rows else -torch.inf] for row in range(rows)]
         self._floors = torch.tensor(floors, dtype=scores.dtype, device=scores.device)
 
-    def _opened(self, one: _Row) -> _Row:
+    def _opened(self, sequence: _Row) -> _Row:
         """Open a sequence in the pool."""
-        grammar = self._grammars[int(one.request_id)]
+        grammar = self._grammars[int(sequence.request_id)]
         assert grammar is not None
-        self._pool.open(one, grammar)
-        return one
+        self._pool.open(sequence, grammar)
+        return sequence
 
     def _continue(self, ids: NDArray[np.int64]) -> bool:
         """Update the sequences. Returns False if the rows don't continue those of the last call."""
@@ -183,16 +184,16 @@ class GuidedLogitsProcessor:
             return False
         tokens = ids[:, -1].tolist()
         length = known - self._length
-        for row, one in self._rows.items():
-            output = one.output_token_ids
+        for row, sequence in self._rows.items():
+            output = sequence.output_token_ids
             if len(output) > length:  # draft tokens of an assistant were rejected
                 del output[length:]
-                self._pool.rollback(one.sequence_id, length)
-                if one.ended and not one.failed and self._text.issuperset(output):
-                    one.ended = False
+                self._pool.rollback(sequence.sequence_id, length)
+                if sequence.ended and not sequence.failed and self._text.issuperset(output):
+                    sequence.ended = False
             output.append(tokens[row])
             if tokens[row] not in self._text:
-                one.ended = True
+                sequence.ended = True
         return True
 
     def _move(self, ids: NDArray[np.int64], stayed: list[bool]) -> bool:
@@ -201,9 +202,10 @@ class GuidedLogitsProcessor:
         Returns False if a constrained row has not the tokens of one of the last call's rows.
         """
         before = self._rows
-        rows = {(one.request_id, self._ids[row].tobytes()): row for row, one in before.items()}
+        rows = {(sequence.request_id, self._ids[row].tobytes()): row for row, sequence in before.items()}
         parents = {
-            row: row if stayed[row] else rows.get((one.request_id, ids[row].tobytes())) for row, one in before.items()
+            row: row if stayed[row] else rows.get((sequence.request_id, ids[row].tobytes()))
+            for row, sequence in before.items()
         }
         if None in parents.values():
             return False
@@ -221,31 +223,31 @@ class GuidedLogitsProcessor:
 
     def _mask(self, masked: torch.Tensor) -> None:
         """Wait for the masks of all rows and write -inf over what they forbid. Rows without a valid mask end."""
-        missing = [(row, one) for row, one in self._rows.items() if not one.ended]
+        missing = [(row, sequence) for row, sequence in self._rows.items() if not sequence.ended]
         while missing:
-            self._pool.submit(tuple(one for _, one in missing))
-            found = self._pool.collect()
-            masks = [part.masks[slot] for part in found.ready for slot in part.slots]
-            apply_bitmask(masked, masks, [missing[place][0] for part in found.ready for place in part.rows])
-            for place, error in found.failed.items():
+            self._pool.submit(tuple(sequence for _, sequence in missing))
+            step = self._pool.collect()
+            masks = [part.masks[slot] for part in step.ready for slot in part.slots]
+            apply_bitmask(masked, masks, [missing[place][0] for part in step.ready for place in part.rows])
+            for place, error in step.failed.items():
                 self._fail(*missing[place], error)
-            missing = [missing[place] for place in found.late]
+            missing = [missing[place] for place in step.late]
             if missing:
                 time.sleep(0.001)  # until a worker is up
 
-    def _fail(self, row: int, one: _Row, error: GuidedError) -> None:
+    def _fail(self, row: int, sequence: _Row, error: GuidedError) -> None:
         """End a row without a valid mask, or all of them."""
         if not self._end_failed:
             rows = len(self._ids)
             self.reset()
             raise _prefixed(error, f"row {row} of {rows}") from error
-        one.ended = one.failed = True
+        sequence.ended = sequence.failed = True
         self.failed.setdefault(row, error)
-        self._free([one])
+        self._free([sequence])
 
     def _mask_ended(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
         """Allow only stop tokens in ended rows, which `generate()` passes on while other rows continue."""
-        ended = [row for row, one in self._rows.items() if one.ended]
+        ended = [row for row, sequence in self._rows.items() if sequence.ended]
         if ended:
             failed = torch.tensor([self._rows[row].failed for row in ended], device=masked.device)
             rows = torch.tensor(ended, device=masked.device).unsqueeze(1)
@@ -263,7 +265,7 @@ class GuidedLogitsProcessor:
         self._ids = np.empty((0, 0), np.int64)
 
     def _free(self, rows: Iterable[_Row]) -> None:
-        self._pool.free([one.sequence_id for one in rows])
+        self._pool.free([sequence.sequence_id for sequence in rows])
 
     def close(self) -> None:
         """Free the matchers. Idempotent."""
