@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from itertools import count
 from typing import Any, Literal
 
@@ -41,8 +42,9 @@ class _Row(GuidedSequence):
 
     output_token_ids: list[int]
     ended = False
-    """By a stop token, by padding from `generate()`, or without a mask. It needs no masks."""
+    """Whether it has ended: by a stop token, by padding from `generate()`, or without a mask. It needs no masks."""
     failed = False
+    """Whether it has ended without a mask."""
 
     def copy(self) -> _Row:
         """Return a sequence for another row with the same output."""
@@ -89,15 +91,14 @@ class GuidedLogitsProcessor:
         if pool is not None and pool.vocabulary != vocabulary:
             raise InvalidRequest(f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}", param="pool")
         self.failed: dict[int, GuidedError] = {}
-        """Rows of the current or last generation that failed (`failed_rows="end"`), by their index at that time."""
+        """The errors of the rows that failed in the current or last generation (`failed_rows="end"`), by the index of
+        the row at that time."""
         if isinstance(constraints, list | tuple):
             many = constraints
         else:
             many = [constraints]
-        self._constraints = [
-            given if isinstance(given, Constraint | None) else constraint_for(given, param="constraints")
-            for given in many
-        ]
+        self._grammars: list[Grammar | None] = [None] * len(many)
+        """The grammar of each of `constraints`."""
         self._end_failed = failed_rows == "end"
         self._pool = pool or InlinePool(vocabulary)
         self._width = vocabulary.padded_vocab_size
@@ -105,24 +106,28 @@ class GuidedLogitsProcessor:
         self._text = frozenset(vocabulary.text_token_ids)
         self._closed = False
         self._ids: NDArray[np.int64] = np.empty((0, 0), np.int64)
-        """`[rows, tokens]`: the prompts and outputs of the last call."""
+        """The prompts and outputs of the last call, `[rows, tokens]`."""
         self._length = 0
         """Number of tokens of the prompts."""
         self._rows: dict[int, _Row] = {}
-        """By index. Rows without a constraint have none."""
+        """The sequences of the rows with a constraint, by index of the row."""
         self._floors = torch.empty((0, 1))
         """`[rows, 1]`: `_FLOOR` for rows with a constraint, -inf for others."""
-        self._grammars: list[Grammar | None] = []
-        """By index in `constraints`."""
-        futures = [
-            None if constraint is None else self._pool.compile(constraint, candidates(constraint.kind, backend))
-            for constraint in self._constraints
-        ]
-        for index, future in enumerate(futures):
+        futures: dict[int, Future[Grammar]] = {}
+        for index, constraint in enumerate(many):
+            if constraint is not None:
+                futures[index] = self._compile(constraint, backend)
+        for index, future in futures.items():
             try:
-                self._grammars.append(None if future is None else future.result())
+                self._grammars[index] = future.result()
             except GuidedError as error:
                 raise _prefixed(error, f"constraint {index}") from error
+
+    def _compile(self, constraint: Any, backend: str) -> Future[Grammar]:
+        """Compile a constraint or a Python type."""
+        if not isinstance(constraint, Constraint):
+            constraint = constraint_for(constraint, param="constraints")
+        return self._pool.compile(constraint, candidates(constraint.kind, backend))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores with -inf for all forbidden tokens. Rows without a constraint are unchanged.
@@ -203,10 +208,12 @@ class GuidedLogitsProcessor:
         """
         before = self._rows
         rows = {(sequence.request_id, self._ids[row].tobytes()): row for row, sequence in before.items()}
-        parents = {
-            row: row if stayed[row] else rows.get((sequence.request_id, ids[row].tobytes()))
-            for row, sequence in before.items()
-        }
+        parents: dict[int, int | None] = {}
+        for row, sequence in before.items():
+            if stayed[row]:
+                parents[row] = row
+            else:
+                parents[row] = rows.get((sequence.request_id, ids[row].tobytes()))
         if None in parents.values():
             return False
         dropped = set(before)

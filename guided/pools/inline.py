@@ -53,7 +53,7 @@ class InlinePool:
         self._cache = GrammarCache(max_cache_bytes)
         self._worker = MaskWorker(vocabulary)
         self._grammars: dict[int, Grammar] = {}
-        """The grammar of each sequence that has no matcher yet. The worker's slots are sequence ids."""
+        """The grammars of sequences that have no matcher yet, by sequence id. It is also the worker's slot."""
         self._step: Sequence[GuidedSequence] = ()
         self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
         self._runs: NDArray[np.int32] = np.empty((0, MAX_FORCED_TOKENS), np.int32)

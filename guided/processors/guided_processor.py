@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from guided.processors.logit_post_processor import LogitsRows
+
 FIRST_MASK_SECONDS = 0.1
 """Minimum deadline for a step's first mask if no other row can be sampled. It delays new requests by up to this."""
 _LOOK_SECONDS = 0.0002
@@ -40,7 +42,7 @@ class GuidedProcessor(LogitPostProcessor):
         self._pool = pool
         self._kernel = BitmaskKernel()
         self.vocabulary = pool.vocabulary
-        """Of the masks."""
+        """The vocabulary of the masks."""
         self._grammars: dict[str, Future[Grammar]] = {}
         """The grammars of requests, by request id."""
         self._sequences: dict[int, GuidedSequence] = {}
@@ -50,10 +52,11 @@ class GuidedProcessor(LogitPostProcessor):
         self._is_timed = False
         """Whether a sequence of the batch has `mask_seconds`."""
         self._prepared: Sequence[GuidedSequence] | None = None
-        """Sequences of the prepared step, until `apply` or `collect` finishes it."""
-        self._logits_rows: NDArray[np.intp] | None = None
+        """The sequences of the prepared step, until `apply` or `collect` finishes it."""
+        self._logits_rows: NDArray[np.intp] = np.empty(0, np.intp)
+        """The logits row of each sequence of the batch."""
         self._forced: list[tuple[GuidedSequence, int, list[int]]] = []
-        """`(sequence, length of its output, forced tokens)` of this step, from `StepMasks.forced`."""
+        """The forced tokens of this step: `(sequence, length of its output, StepMasks.forced)`."""
         self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
 
     def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
@@ -64,19 +67,15 @@ class GuidedProcessor(LogitPostProcessor):
         return future
 
     def prepare(
-        self,
-        sequences: Sequence[GuidedSequence],
-        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
-        batch: int | None = None,
+        self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
     ) -> None:
         if self._prepared is not None:
             raise RuntimeError("prepare() was called twice without apply() between")
         if batch is None or batch != self._batch:
             self._open(sequences)
             if logits_rows is None:
-                self._logits_rows = None
-            else:
-                self._logits_rows = np.asarray(logits_rows, np.intp)
+                logits_rows = range(len(sequences))
+            self._logits_rows = np.asarray(logits_rows, np.intp)
             self._batch = batch
         self._kernel.wait()  # the workers overwrite the masks
         self._pool.submit(sequences, batch)
@@ -117,14 +116,11 @@ class GuidedProcessor(LogitPostProcessor):
         step, report = self._collect(sequences, deadline, len(logits) == len(sequences), computed)
         started = time.perf_counter()
         masks = [(part.masks, part.slots) for part in step.ready]
-        rows = [part.rows for part in step.ready]
-        if self._logits_rows is not None:
-            rows = [self._logits_rows[part] for part in rows]
+        rows = [self._logits_rows[part.rows] for part in step.ready]
         closed = self._without_mask(step)
-        if closed:
-            masks.append((self._stop_mask[None], np.zeros(len(closed), np.intp)))
-            rows.append(np.array(closed))
-        self._kernel.apply(logits, masks, np.concatenate(rows) if rows else ())
+        masks.append((self._stop_mask[None], np.zeros(len(closed), np.intp)))
+        rows.append(closed)
+        self._kernel.apply(logits, masks, np.concatenate(rows))
         report.kernel_seconds = time.perf_counter() - started
         return report
 
@@ -139,9 +135,8 @@ class GuidedProcessor(LogitPostProcessor):
                 that: for another `patience` times the share of late sequences.
         """
         step, report = self._collect(self._take_prepared("collect"), deadline, alone=False, patience=patience)
-        lines = self._logits_rows
         for part in step.ready:
-            bitmask[part.rows if lines is None else lines[part.rows]] = part.masks[part.slots]
+            bitmask[self._logits_rows[part.rows]] = part.masks[part.slots]
         bitmask[self._without_mask(step)] = self._stop_mask
         return report
 
@@ -153,12 +148,9 @@ class GuidedProcessor(LogitPostProcessor):
         self._prepared = None
         return sequences
 
-    def _without_mask(self, step: StepMasks) -> list[int]:
+    def _without_mask(self, step: StepMasks) -> NDArray[np.intp]:
         """Return the logits rows of a step that have no mask."""
-        rows = [*step.failed, *step.late]
-        if self._logits_rows is None:
-            return rows
-        return [int(self._logits_rows[row]) for row in rows]
+        return self._logits_rows[[*step.failed, *step.late]]
 
     def _collect(
         self,
@@ -168,7 +160,7 @@ class GuidedProcessor(LogitPostProcessor):
         computed: Any = None,
         patience: float = 0.0,
     ) -> tuple[StepMasks, ApplyReport]:
-        """Collect the step, and free the sequences that failed.
+        """Wait for the masks of the step, and report them.
 
         Args:
             alone: no other row of the batch can be sampled.
@@ -187,7 +179,11 @@ class GuidedProcessor(LogitPostProcessor):
             step = self._pool.collect(_LOOK_SECONDS)
         if alone and deadline is not None and sequences and len(step.late) == len(sequences):
             step = self._wait_for_first(sequences, started + FIRST_MASK_SECONDS, step.seconds)
-        report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
+        return step, self._report(sequences, step, time.perf_counter() - started)
+
+    def _report(self, sequences: Sequence[GuidedSequence], step: StepMasks, wait_seconds: float) -> ApplyReport:
+        """Return the report of a step, and close the sequences that failed."""
+        report = ApplyReport(wait_seconds=wait_seconds, mask_seconds=step.seconds)
         self._forced = [(sequences[row], len(sequences[row].output_token_ids), run) for row, run in step.forced.items()]
         report.vetoes = {sequences[row].sequence_id: veto for row, veto in step.vetoes.items()}
         report.late = [sequences[row].sequence_id for row in step.late]
@@ -199,7 +195,7 @@ class GuidedProcessor(LogitPostProcessor):
         if step.failed:
             report.failed = {sequences[row].sequence_id: error for row, error in step.failed.items()}
             self._close(list(report.failed))
-        return step, report
+        return report
 
     def _wait_for_first(self, sequences: Sequence[GuidedSequence], until: float, seconds: float) -> StepMasks:
         """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again."""
@@ -250,7 +246,7 @@ class DecodeStep:
     tokens: list[int]
     """The sampled token of each logits row. Ignore those of failed and late sequences."""
     report: ApplyReport
-    """Which sequences failed, and which are late."""
+    """The report about the sequences that failed or are late."""
     ended: list[int] = field(default_factory=list)
     """Ids of sequences that sampled a stop token. It is not appended. Do not decode them again."""
 
@@ -276,25 +272,24 @@ def decode_step(
     Tokens of failed and late sequences are not appended. If the pool looks ahead (`forced_tokens`), the forced tokens
     are appended too, so an output may grow by several tokens.
     """
+    if logits_rows is None:
+        logits_rows = range(len(sequences))
     processor.prepare(sequences, logits_rows)
     try:
         logits = forward()
     except BaseException:  # each `prepare` is followed by one `apply` or `collect`
-        if logits_rows is None:
-            rows = len(sequences)
-        else:
-            rows = 1 + max(logits_rows, default=-1)
+        rows = 1 + max(logits_rows, default=-1)
         processor.collect(np.empty((rows, words(processor.vocabulary.padded_vocab_size)), np.int32), 0.0)
         raise
     report = processor.apply(logits, deadline)
     step = DecodeStep([int(token) for token in sample(logits)], report)
-    for row, sequence in zip(range(len(sequences)) if logits_rows is None else logits_rows, sequences, strict=True):
+    for row, sequence in zip(logits_rows, sequences, strict=True):
         if sequence.sequence_id not in report.failed and sequence.sequence_id not in report.late:
             _append(processor, sequence, [step.tokens[row]], step)
-    if forced := processor.edits(sequences):
-        for sequence in sequences:
-            if sequence.sequence_id in forced:
-                _append(processor, sequence, forced[sequence.sequence_id].append, step)
+    edits = processor.edits(sequences)
+    for sequence in sequences:
+        if sequence.sequence_id in edits:
+            _append(processor, sequence, edits[sequence.sequence_id].append, step)
     return step
 
 

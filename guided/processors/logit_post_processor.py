@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError
@@ -24,18 +24,22 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    LogitsRows: TypeAlias = NDArray[np.intp] | Sequence[int] | None
+    """The logits row of each sequence, all different. None: row i for sequence i."""
+
 
 @dataclass(slots=True)
 class ApplyReport:
-    """The result of `apply`: rows without a mask, and durations."""
+    """The result of `apply`: sequences without a mask, and durations."""
 
     failed: dict[int, GuidedError] = field(default_factory=dict)
-    """Errors by sequence id. The sequence has no valid mask and is over: its logits row allows a stop token only."""
+    """The errors of sequences that are over, because they have no valid mask, by id. Their logits rows allow a stop
+    token only."""
     late: list[int] = field(default_factory=list)
     """Ids of sequences without a mask at the deadline. They must not be sampled in this step: compute their last token
     again once `decided` returns them."""
     vetoes: dict[int, VetoReport] = field(default_factory=dict)
-    """By id: sequences of which tokens are taken back. They must not be sampled in this step."""
+    """The sequences whose tokens are taken back, by id. They must not be sampled in this step."""
     wait_seconds: float = 0.0
     """Seconds that `apply` waited for masks. Together with `prepare`, the exposed mask time."""
     mask_seconds: float = 0.0
@@ -62,7 +66,7 @@ class SampledEdit:
     append: Sequence[int] = ()
     """Tokens to append without sampling. The engine may leave out any number of them at the end."""
     stop: bool = False
-    """End the sequence (`finish_reason` stop)."""
+    """Whether to end the sequence (`finish_reason` stop)."""
 
 
 class LogitPostProcessor:
@@ -72,7 +76,7 @@ class LogitPostProcessor:
     """
 
     all_rows: bool = True
-    """Handle all sequences of the batch, in the order of the rows. False: only those with a constraint."""
+    """Whether to handle all sequences of the batch, in the order of the rows. False: only those with a constraint."""
     needs_samples: bool = False
     """Whether `edits` gets the sampled tokens. The engine then computes log-probabilities for each token."""
     max_rollback: int = 0
@@ -101,10 +105,7 @@ class LogitPostProcessor:
         return None
 
     def prepare(
-        self,
-        sequences: Sequence[GuidedSequence],
-        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
-        batch: int | None = None,
+        self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
     ) -> None:
         """Start one step; return in microseconds. `apply` follows.
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from guided.processors.logit_post_processor import LogitsRows
+
 logger = logging.getLogger(__name__)
 
 
@@ -35,9 +37,9 @@ class _Member:
         self.sequences: Sequence[GuidedSequence] = ()
         self.logits_rows: NDArray[np.intp] = np.empty(0, np.intp)
         self.error: GuidedError | None = None
-        """The error that it has raised in `prepare` or `apply` of this step."""
+        """The error that the processor has raised in `prepare` or `apply` of this step."""
         self._places: list[int] = []
-        """Places of its rows in the batch."""
+        """The positions of the member's rows in the batch."""
 
     def select(self, sequences: Sequence[GuidedSequence], logits_rows: NDArray[np.intp]) -> None:
         """Select the member's rows of a new batch."""
@@ -69,22 +71,18 @@ class _Member:
 
     def failure(self, method: str, error: object) -> GuidedError:
         """Return the error of the requests that an exception, or a reported error, ends."""
-        name = self.processor.name
         if isinstance(error, GuidedError):
             return error
-        if isinstance(error, Exception):
-            exception = error
-        else:
-            exception = None
-        logger.error("the post-processor %s raised in %s: its requests end", name, method, exc_info=exception)
+        name = self.processor.name
+        logger.error("the post-processor %s failed in %s: its requests end", name, method, exc_info=True)
         return PostProcessorFailed(f"the post-processor {name} failed in {method}: {bounded(repr(error))}")
 
 
 class PostProcessors(LogitPostProcessor):
     """Calls its members in order. A row is sampled only if every member is done with it.
 
-    An exception of a member ends the requests of which it has a row in this step (`ApplyReport.failed`, or `failures`
-    if it was raised after `apply`). All others go on, and the member is called again in the next step.
+    If a member raises an exception, the requests end whose rows the member has in this step (`ApplyReport.failed`, or
+    `failures` after `apply`). All other requests go on, and the member is called again in the next step.
 
     A sequence that is late in one member is prepared again in every member. `edits` gets each token once.
 
@@ -101,7 +99,7 @@ class PostProcessors(LogitPostProcessor):
         self._batch: int | None = None
         """The number of the last batch."""
         self._lost: dict[str, GuidedError] = {}
-        """Errors of requests for `failures`."""
+        """The errors that `failures` returns next, by request id."""
 
     def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
         """Initialize the request in every member."""
@@ -124,10 +122,7 @@ class PostProcessors(LogitPostProcessor):
         return compiled
 
     def prepare(
-        self,
-        sequences: Sequence[GuidedSequence],
-        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
-        batch: int | None = None,
+        self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
     ) -> None:
         if batch is None or batch != self._batch:
             if logits_rows is None:

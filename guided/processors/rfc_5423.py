@@ -19,9 +19,9 @@ from guided.processors.logit_post_processor import LogitPostProcessor, SampledEd
 from guided.sequence import GuidedSequence, SequenceOutput
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
+
+    from guided.processors.logit_post_processor import LogitsRows
 
 
 def is_literal(kind: type) -> bool:
@@ -52,10 +52,7 @@ class RFC5423Adapter(LogitPostProcessor):
         return type(self._processor).__name__
 
     def prepare(
-        self,
-        sequences: Sequence[GuidedSequence],
-        logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
-        batch: int | None = None,
+        self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
     ) -> None:
         self._processor.prepare(sequences)
 

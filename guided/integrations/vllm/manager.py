@@ -90,8 +90,8 @@ class _Step:
     rows: list[GuidedRow] = field(default_factory=list)
     """The lines with a mask. The others are unconstrained: reasoning, and padding after the draft tokens."""
     reasoning: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By request, if tokens of its output may end its reasoning: the number of lines before that end, and the line that
-    has the mask of the empty output."""
+    """The requests with tokens that may end their reasoning, by id: the number of lines before that end, and the line
+    with the mask of the empty output."""
 
 
 class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
@@ -115,7 +115,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self.late: dict[str, GuidedRequest] = {}
         self.clock = StepClock()
         self.missing: list[str] = []
-        """Ids of requests without a mask in this step. Their tokens must be discarded."""
+        """The ids of requests without a mask in this step. Their tokens must be discarded."""
         self._step: _Step | None = None
         """The step that is being prepared: its masks are being computed."""
         config = vllm_config.scheduler_config
@@ -123,7 +123,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         config.scheduler_cls = type(f"Guided{base.__name__}", (_GuidedScheduling, base), {"__module__": __name__})
 
     def _note_failure(self, request_id: str, error: GuidedError) -> None:
-        """Note a failure as vLLM answers it: with status 400, 503 (retryable) or 500."""
+        """Record a failure as vLLM answers it: with status 400, 503 (retryable) or 500."""
         # Also a client's mistake: a caller of `LLM.generate` is told no message.
         if error.status >= 500:
             level = logging.ERROR
