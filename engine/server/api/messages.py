@@ -339,9 +339,16 @@ class _MessageAnswer(PartsAnswer):
         return message
 
     def _message(self, **fields: Any) -> dict[str, Any]:
-        head = {"id": self.job.request_id, "type": "message", "role": "assistant"}
-        known = {"model": self.context.settings.model_name, "content": self.parts}
-        return {**head, **known, "stop_reason": None, "stop_sequence": None, **fields}
+        message = {
+            "id": self.job.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.context.settings.model_name,
+            "content": self.parts,
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        return message | fields
 
     def _stop_reason(self, completion: CompletionOutput) -> str:
         if completion.finish_reason == "length":

@@ -344,10 +344,19 @@ class _ResponseAnswer(PartsAnswer):
         return response
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
-        head = {"id": self.job.request_id, "created_at": self.created, "model": self.context.settings.model_name}
-        empty = {"object": "response", "error": None, "incomplete_details": None, "usage": None}
-        known = {"status": status, "output": self.parts, "guided": self.guided_info()}
-        return {**head, **empty, **known, **fields, **self._settings}
+        response = {
+            "id": self.job.request_id,
+            "created_at": self.created,
+            "model": self.context.settings.model_name,
+            "object": "response",
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            "status": status,
+            "output": self.parts,
+            "guided": self.guided_info(),
+        }
+        return response | fields | self._settings
 
     def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
         """Count the tokens up to the end of the thoughts."""

@@ -120,15 +120,15 @@ class GenerationRequest(ConstraintFields):
             inner = data.get(place)
             if not isinstance(inner, dict):
                 continue
-            left: dict[str, Any] = {}
+            rest: dict[str, Any] = {}
             for name, value in inner.items():
-                known = name_here(name, cls)
-                if known is None or known in ConstraintFields.model_fields or data.get(known) is not None:
-                    left[name] = value
+                field = name_here(name, cls)
+                if field is None or field in ConstraintFields.model_fields or data.get(field) is not None:
+                    rest[name] = value
                 else:
-                    data[known] = value
-                    names[known] = f"{place}.{name}"
-            data[place] = left
+                    data[field] = value
+                    names[field] = f"{place}.{name}"
+            data[place] = rest
         older = "guided_decoding_backend"
         if data.get("backend") is None and older in data:
             data["backend"] = data.pop(older)
