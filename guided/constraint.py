@@ -224,9 +224,11 @@ class Constraint:
 
     def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""
-        source = content.value or ""
-        if not isinstance(source, str):
-            source = _json(source)
+        source = ""
+        if isinstance(content.value, str):
+            source = content.value
+        elif content.value is not None:
+            source = _json(content.value)
         origin = (self.origin[0], content.pointer)
         options = (self.whitespace, self.strict, self.open_objects, self.leave_out)
         return Constraint(content.kind, source, *options, origin=origin)
