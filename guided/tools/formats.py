@@ -288,7 +288,9 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
     """Return the format (of a structural tag) of an answer with function calls."""
     form = calls.format
     once = not (calls.parallel and form.parallel) or any(function.text for function in calls.functions)
-    tags = [_call(form, begin, function) for function in calls.functions for begin in (form.call[0], *form.variants)]
+    tags: list[dict[str, Any]] = []
+    for function in calls.functions:
+        tags += [_call(form, begin, function) for begin in (form.call[0], *form.variants)]
     listed: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,

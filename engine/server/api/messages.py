@@ -166,7 +166,7 @@ class CountTokensRequest(GenerationRequest):
 
     def as_chat(self, thinks: bool) -> ChatRequest:
         """Return the chat with the same meaning. `thinks`: the model has a thinking phase."""
-        fields = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
+        fields = self.fields_of(GenerationRequest)
         config = self.output_config or OutputConfig()
         choice = self.tool_choice or ToolChoice()
         if config.format or self.output_format:

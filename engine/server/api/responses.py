@@ -140,7 +140,7 @@ class ResponsesRequest(TurnRequest):
 
     def as_chat(self) -> ChatRequest:
         """Return the chat with the same meaning."""
-        same = {name: getattr(self, name) for name in TurnRequest.model_fields if name in self.model_fields_set}
+        same = self.fields_of(TurnRequest)
         if self.text is not None and self.text.format is not None:
             same["response_format"] = self.text.format
         if self.reasoning is not None:

@@ -135,6 +135,11 @@ class GenerationRequest(ConstraintFields):
             names["backend"] = names.get(older, older)
         return data
 
+    def fields_of(self, kind: type[BaseModel]) -> dict[str, Any]:
+        """Return the fields of `kind` that the request sets."""
+        names = kind.model_fields.keys() & self.model_fields_set
+        return {name: getattr(self, name) for name in names}
+
     @model_validator(mode="after")
     def _check_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
@@ -242,7 +247,9 @@ class Message(Body):
         message = self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message |= {"content": joined(self.content), "role": role}
-        calls = self.tool_calls or [ToolCall(function=called) for called in (self.function_call,) if called is not None]
+        calls = self.tool_calls or []
+        if not calls and self.function_call is not None:
+            calls = [ToolCall(function=self.function_call)]
         if calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": call.function.for_template()} for call in calls
