@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -44,7 +45,6 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         max_tokens = 16
     check_size(context, body, len(sent), max_tokens, body.logprobs)
     prompts: list[list[int]] = []
-    echoed: list[str] = []
     for number, prompt in enumerate(sent):
         param = "prompt"
         if not is_one:
@@ -53,21 +53,23 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         if isinstance(prompt, str):
             tokens = encode(context, prompt, add_special_tokens=body.add_special_tokens, param=param)
         prompts.append(tokens)
-        if body.echo and isinstance(prompt, str):
-            echoed.append(prompt)
-        elif body.echo:
-            echoed.append(context.decode(prompt))
     if body.max_tokens is None and max_tokens is not None:
         max_tokens = max(1, min(max_tokens, context.llm.max_model_len - max(map(len, prompts))))
     form = OutputForm(requested.constraint)
     params = sampling_params(body, requested, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
         *(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, body.stream, body.reported),
-        echoed=echoed,
         form=form,
         ignored=ignored_fields(body, requested, form),
-    )
-    return job.admitted(context)
+    ).admitted(context)
+    if not body.echo:
+        return job
+    echoed: list[str] = []
+    for prompt in sent:
+        if isinstance(prompt, list):
+            prompt = context.decode(prompt)  # the engine has checked the ids
+        echoed.append(prompt)
+    return replace(job, echoed=echoed)
 
 
 class _TextAnswer(ChoicesAnswer):
