@@ -100,8 +100,8 @@ class Sampler:
             penalties.apply(logits)
             penalties.suppress_stop_tokens(logits)
         if batch.beams:
-            given = [batch.sequences[row].params.temperature for row in batch.beams]
-            heat = logits.new_tensor([one if one >= GREEDY_BELOW else 1.0 for one in given])
+            given = logits.new_tensor([batch.sequences[row].params.temperature for row in batch.beams])
+            heat = given.where(given >= GREEDY_BELOW, 1.0)
             self._beam_logprobs = (logits[batch.beams] / heat[:, None]).log_softmax(-1)
         for row, restriction in batch.restricted:
             restriction.apply(logits[row], batch.sequences[row].output_token_ids)
@@ -184,13 +184,13 @@ class Sampler:
         return best.index_copy(0, plan.index, values), greedy.index_copy(0, plan.index, drawn)
 
 
-def ranked_logprobs(logprobs: Tensor, own_ids: Tensor, counts: list[int]) -> list[TokenLogprobs]:
-    """Return each row's own token and its `counts[row]` most likely, from `logprobs`, float32 `[rows, vocab]`."""
-    own = logprobs.gather(1, own_ids[:, None])
-    ranks = (logprobs > own).sum(-1) + 1
+def ranked_logprobs(logprobs: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
+    """Return the token of each row and its `counts[row]` most likely, from `logprobs`, float32 `[rows, vocab]`."""
+    chosen = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
-    found: list[TokenLogprobs] = []
-    columns = (own_ids.tolist(), own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
+    ranked: list[TokenLogprobs] = []
+    columns = (tokens.tolist(), chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
     for count, token, value, rank, ids, values in zip(counts, *columns, strict=True):
         entries = [(token, value, rank)]
         entries += (
@@ -198,8 +198,8 @@ def ranked_logprobs(logprobs: Tensor, own_ids: Tensor, counts: list[int]) -> lis
             for place, (other, logprob) in enumerate(zip(ids[:count], values[:count], strict=True), start=1)
             if other != token and logprob > -torch.inf  # the mask may leave fewer
         )
-        found.append(TokenLogprobs(entries))
-    return found
+        ranked.append(TokenLogprobs(entries))
+    return ranked
 
 
 class _Penalties:

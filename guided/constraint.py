@@ -77,21 +77,17 @@ class Constraint:
     @cached_property
     def key(self) -> str:
         """Canonical key of 32 hex digits, equal for equal constraints in every process."""
-        text = "\x1f".join((self.kind, self.source, "\x1e" if self.whitespace is None else self.whitespace))
-        if self.strict:
-            text += "\x1fstrict"
-        if self.open_objects is None:
-            text += ""
-        else:
-            text += f"\x1f{self.open_objects}"
+        text = repr((self.kind, self.source, self.whitespace, self.strict, self.open_objects))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     @classmethod
     def of_kind(cls, kind: ConstraintKind, value: Any, *, param: str, **options: Any) -> Constraint:
         """Create a constraint with the class method of its kind. Options that this method does not have are ignored."""
-        create: Callable[..., Constraint] = getattr(cls, kind)
         taken = {name: option for name, option in options.items() if name in _OPTIONS.get(kind, ())}
-        return create(*(() if kind == "json_object" else (value,)), param=param, **taken)
+        if kind == "json_object":
+            return cls.json_object(param=param, **taken)
+        create: Callable[..., Constraint] = getattr(cls, kind)
+        return create(value, param=param, **taken)
 
     @classmethod
     def json_schema(
@@ -130,7 +126,9 @@ class Constraint:
         source = _json(document)
         _check_text(source, "JSON schema", param)
         spaces = _whitespace(whitespace, param)
-        closed = () if open_objects is not False else schema_checks.closed_objects(document)
+        closed: tuple[str, ...] = ()
+        if open_objects is False:
+            closed = schema_checks.closed_objects(document)
         return cls(
             *("json_schema", source, spaces, strict_schema, open_objects),
             not_enforced=tuple(notes),
@@ -226,9 +224,11 @@ class Constraint:
 
     def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""
-        source = content.value or ""
-        if not isinstance(source, str):
-            source = _json(source)
+        source = ""
+        if isinstance(content.value, str):
+            source = content.value
+        elif content.value is not None:
+            source = _json(content.value)
         origin = (self.origin[0], content.pointer)
         options = (self.whitespace, self.strict, self.open_objects, self.leave_out)
         return Constraint(content.kind, source, *options, origin=origin)

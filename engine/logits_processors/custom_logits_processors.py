@@ -44,16 +44,14 @@ class _Host:
     def restart(self) -> None:
         """Replace the processor by a new instance without state. Exceptions of its constructor pass through."""
         self._rows: list[Sequence] = []
-        self._late: list[Sequence] = []
-        """The late sequences, at the end of the batch. They have no logits in this step."""
+        """The batch. Late sequences are at its end: they have no logits in this step."""
         self._processor: LogitsProcessor = self._make()
         self._batch = PersistentBatch()
         self._indexed = None if self._config is None else IndexedBatch(self._processor, self._config)
 
     def begin(self, rows: Rows[Sequence]) -> None:
         """Announce the next batch."""
-        self._late = [row for row in self._rows if row.is_late]
-        self._rows = [*rows, *self._late]
+        self._rows = [*rows, *(sequence for sequence in self._rows if sequence.is_late)]
         if self._indexed is not None:
             self._indexed.update(self._rows)
         else:
@@ -62,8 +60,9 @@ class _Host:
     def apply(self, logits: Tensor) -> Tensor:
         """Process the logits of the announced rows, float32 `[rows, vocab]`."""
         rows = logits
-        if self._late:
-            rows = torch.cat([logits, logits.new_zeros(len(self._late), logits.shape[1])])
+        num_late = len(self._rows) - len(logits)
+        if num_late:
+            rows = torch.cat([logits, logits.new_zeros(num_late, logits.shape[1])])
         after: object = self._processor.apply(rows)
         if not isinstance(after, Tensor):
             raise TypeError(f"{self.name}.apply returned {type(after).__name__} instead of the logits")

@@ -64,21 +64,21 @@ class BlockManager:
         """Assign blocks for the `num_tokens` tokens that the sequences have in common. Raises `MemoryError` if too few
         are free. Returns how many of `tokens` the prefix cache has: never all, because the last has to be computed."""
         first, *others = seq_ids
-        prefixes, found = self._find(tokens)
-        needed = self.blocks_for(num_tokens) - len(found)
-        if needed + sum(not self._count[block] for block in found) > len(self._free):
+        prefixes, known = self._find(tokens)
+        needed = self.blocks_for(num_tokens) - len(known)
+        if needed + sum(not self._count[block] for block in known) > len(self._free):
             raise MemoryError(f"{needed} blocks are needed, {len(self._free)} are free")
-        for block in found:
+        for block in known:
             self._free.pop(block, None)
             self._count[block] += 1
         for seq_id in seq_ids:
             self.rows[seq_id] = self._free_rows.pop()
             self._blocks[seq_id] = []
-        self._set(first, found + [self._take() for _ in range(needed)], prefixes)
+        self._set(first, known + [self._take() for _ in range(needed)], prefixes)
         self._share(dict.fromkeys(others, first))
         self.tokens_looked_up += len(tokens)
-        self.tokens_found += len(found) * self.block_size
-        return len(found) * self.block_size
+        self.tokens_found += len(known) * self.block_size
+        return len(known) * self.block_size
 
     def _find(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return prefix ids and blocks of the longest known beginning of `tokens`, without the last token."""

@@ -113,7 +113,7 @@ def plan_cache(
     """Plan the blocks: the configured number, or as many as fit in the configured or `available` bytes, and at most
     what `max_num_seqs` sequences of `max_model_len` tokens need. States take at most half of the memory, or all of it
     if there are no keys and values."""
-    one = -(-max_model_len // config.block_size)
+    longest = -(-max_model_len // config.block_size)
     per_token = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in layers.values())
     block = per_token * config.block_size * dtype.itemsize
     memory = 0
@@ -128,12 +128,12 @@ def plan_cache(
         memory -= slots * layout.slot_bytes
         fit = f"{slots} sequences fit (max_num_seqs is {config.max_num_seqs})"
         logger.info("recurrent layers: %s; %s. There is no state of a prefix: prefix caching is off", size, fit)
-    most = one * slots
+    most = longest * slots
     blocks = config.num_blocks or min(memory // block if block else most, most)
-    if blocks < one:
+    if blocks < longest:
         raise ValueError(
             f"the KV cache has {blocks} blocks of {config.block_size} tokens ({blocks * block / 2**20:.1f} MiB); one "
-            f"sequence of max_model_len {max_model_len} needs {one} ({one * block / 2**20:.1f} MiB): raise "
+            f"sequence of max_model_len {max_model_len} needs {longest} ({longest * block / 2**20:.1f} MiB): raise "
             "kv_cache_bytes or lower max_model_len"
         )
     return CachePlan(int(blocks), slots)

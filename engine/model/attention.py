@@ -214,10 +214,10 @@ def split_decodes(
             starts.append(row)
             longest = length
     parts: list[tuple[Tensor, Tensor]] = []
-    for start, own in zip(starts, np.split(lengths, starts[1:]), strict=True):
-        if len(own):
-            own_tables = tables[start : start + len(own), : -(-int(own.max()) // block_size)].contiguous()
-            parts.append((own_tables, torch.from_numpy(own).to(tables.device, non_blocking=True)))
+    for start, part in zip(starts, np.split(lengths, starts[1:]), strict=True):
+        if len(part):
+            blocks = tables[start : start + len(part), : -(-int(part.max()) // block_size)].contiguous()
+            parts.append((blocks, torch.from_numpy(part).to(tables.device, non_blocking=True)))
     return parts
 
 
@@ -335,7 +335,7 @@ def _prefill(query: Tensor, key: Tensor, value: Tensor, before: int, scores: Sco
     size = max(1, _MAX_SCORES // (query.shape[1] * total)) if scores.are_changed else tokens
     masks = [None] if mask is None else torch.split(mask, size)
     queries = torch.split(query, size, dim=2)
-    parts = [_attend(rows, key, value, own, scores) for rows, own in zip(queries, masks, strict=True)]
+    parts = [_attend(rows, key, value, part, scores) for rows, part in zip(queries, masks, strict=True)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 
@@ -346,9 +346,9 @@ def _decode(query: Tensor, paged: PagedContext, layer: int, scores: Scores, span
     grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
     parts: list[Tensor] = []
     rows = torch.split(grouped, [len(lengths) for _, lengths in paged.decodes])
-    for part, ((tables, _), own) in enumerate(zip(paged.decodes, rows, strict=True)):
+    for part, ((tables, _), queries) in enumerate(zip(paged.decodes, rows, strict=True)):
         keys, values = paged.cache.gather(layer, tables)
-        parts.append(_attend(own, keys, values, paged.mask(part, span, query.dtype), scores))
+        parts.append(_attend(queries, keys, values, paged.mask(part, span, query.dtype), scores))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
 
 

@@ -42,6 +42,6 @@ def fuse(body: Any) -> None:
             if part.forward.__func__ is LigerExperts.forward:
                 del part.forward  # it waits for the device, so that no graph can hold it
         elif any(scope.get(name) is not forward.__globals__.get(name) for name in forward.__code__.co_names):
-            own = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
-            own.__kwdefaults__ = forward.__kwdefaults__
-            part.forward = MethodType(own, part)
+            fused = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+            fused.__kwdefaults__ = forward.__kwdefaults__
+            part.forward = MethodType(fused, part)

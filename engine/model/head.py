@@ -34,14 +34,14 @@ def heads_of(model: Any, hidden: Tensor) -> list[Head]:
     `[rows, hidden]`, are hidden states of the model, compared at two scales: a soft cap changes large logits only.
     """
     head: Head = model.get_output_embeddings()
-    own = partial(_run, _without_body(model))
+    forward = partial(_run, _without_body(model))
     scaled = torch.cat([hidden, hidden * 100])
     try:
-        if torch.equal(own(scaled).float(), head(scaled).float()):
+        if torch.equal(forward(scaled).float(), head(scaled).float()):
             return [head]
     except Exception:  # a forward pass that does without its body may fail in any way
         return [head]
-    return [own, head]
+    return [forward, head]
 
 
 def _without_body(model: Any) -> Any:

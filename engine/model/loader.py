@@ -275,8 +275,11 @@ def _find_device(name: str) -> torch.device:
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end an output, from the generation config, the config and the tokenizer."""
     sources = getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer
-    found: dict[int, None] = {}
+    tokens: list[int] = []
     for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        found.update((int(token), None) for token in (ids if isinstance(ids, list) else [ids]) if token is not None)
-    return list(found)
+        given = getattr(source, "eos_token_id", None)
+        if isinstance(given, list):
+            tokens += given
+        elif given is not None:
+            tokens.append(given)
+    return list(dict.fromkeys(tokens))

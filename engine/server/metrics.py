@@ -178,9 +178,9 @@ class Metrics(Collector):
         for name, text, value in counters:
             yield CounterMetricFamily(f"guided_{name}", text, value=value)
         bounds = [*map(str, KEPT_MASS_BOUNDS[:-1]), "+Inf"]
-        kept = list(zip(bounds, accumulate(stats.kept_mass), strict=True))
+        buckets = list(zip(bounds, accumulate(stats.kept_mass), strict=True))
         text = "Probability of the allowed tokens before the mask, of a few rows now and then."
-        yield HistogramMetricFamily("guided_kept_mass", text, kept, stats.kept_mass_sum)
+        yield HistogramMetricFamily("guided_kept_mass", text, buckets, stats.kept_mass_sum)
         yield from pool_metrics([health.pool])
         yield counts_by("vetoes", "Tokens taken back because of a checked keyword.", "keyword", Counts(stats.vetoes))
         yield counts_by("engine_failures", "Groups that ended with an error.", "code", Counts(stats.failures))

@@ -104,10 +104,10 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     drop_stalled_connections(listener)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _OPEN_FILES:
-        wanted = _OPEN_FILES
+        limit = _OPEN_FILES
         if hard >= 0:
-            wanted = min(hard, _OPEN_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            limit = min(hard, _OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     # This handler unwinds the stack before uvicorn installs its own handler and after uvicorn removes it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     _say(options, "loading the model and starting the mask pool …")

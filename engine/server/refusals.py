@@ -73,8 +73,8 @@ def _hint(request: Request) -> str:
     path = request.scope["path"]  # request.url would contain the header Host, which may be anything
     if path.startswith(f"/v1{MESSAGES_PATH}"):
         return f"there is no {bounded(path, 100)!r}: the base URL of Anthropic's clients ends without /v1"
-    wanted = {**request.scope, "path": f"/v1{path}"}
-    if any(route.matches(wanted)[0] is not Match.NONE for route in request.app.routes):
+    prefixed = {**request.scope, "path": f"/v1{path}"}
+    if any(route.matches(prefixed)[0] is not Match.NONE for route in request.app.routes):
         return f"there is no {path}: send the request to /v1{path} (a client's base URL ends with /v1)"
     return f"there is no {bounded(path, 100)!r}: requests go to /v1/chat/completions, and /docs lists all paths"
 

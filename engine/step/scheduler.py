@@ -150,17 +150,18 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence, and queue it to be prefilled again. With a beam, all beams are preempted."""
-        preempted = {sequence}
+        preempted = [sequence]
         if sequence.params.use_beam_search:
-            preempted.update(one for one in self.running if one.group is sequence.group)
-        self.running = [one for one in self.running if one not in preempted]
-        self.prefilling = [left for prefill in self.prefilling if (left := [o for o in prefill if o not in preempted])]
-        for one in sorted(preempted, key=lambda one: -one.index):
-            self._free(one)
-            one.status = SequenceStatus.WAITING
-            one.computed = 0
+            preempted = [beam for beam in self.running if beam.group is sequence.group]
+        self.running = [running for running in self.running if running not in preempted]
+        prefills = [[left for left in prefill if left not in preempted] for prefill in self.prefilling]
+        self.prefilling = [prefill for prefill in prefills if prefill]
+        for stopped in sorted(preempted, key=lambda stopped: -stopped.index):
+            self._free(stopped)
+            stopped.status = SequenceStatus.WAITING
+            stopped.computed = 0
             self.num_preemptions += 1
-            self.preempted.appendleft(one)
+            self.preempted.appendleft(stopped)
 
     def rollback(self, batch: Batch, row: int, again: bool) -> None:
         """Go on with what is left of the sequence of a row after a rollback. If only the sampled token was removed, it
@@ -233,10 +234,10 @@ class Scheduler:
         if self.preempted:
             first = self.preempted[0]
             if first.params.use_beam_search:
-                beams = [one for one in self.preempted if one.group is first.group]
+                beams = [beam for beam in self.preempted if beam.group is first.group]
             else:
                 beams = []
-            return [[one] for one in beams or [first]]
+            return [[sequence] for sequence in beams or [first]]
         return next(([group.sequences[:]] for group in self.waiting if not group.waits_for_grammar), [])
 
     def _fits(self, parts: list[list[Sequence]]) -> bool:

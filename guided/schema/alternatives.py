@@ -220,8 +220,8 @@ def without_frame(schema: Any) -> Any:
 
 
 def _is_negated(schema: Any) -> bool:
-    """Return whether what no library enforces is left in a form: `not` of anything but a pattern, or `contains`."""
+    """Return whether what no library enforces is left in a form: `not` of anything but strings, or `contains`."""
     if not isinstance(schema, dict):
         return False
-    is_negated = "contains" in schema or ("not" in schema and "pattern" not in schema["not"])
+    is_negated = "contains" in schema or ("not" in schema and schema.get("type") != "string")
     return is_negated or any(_is_negated(child) for _, child, _ in children(schema))

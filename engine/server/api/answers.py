@@ -193,10 +193,11 @@ class ChoicesAnswer(Answer):
             "choices": [],
             "usage": usage_of(finished),
             "system_fingerprint": None,
-            "guided": self.guided_info(finished, [completion for output in finished for completion in output.outputs]),
         }
+        completions: list[CompletionOutput] = []
         for prompt, output in enumerate(finished):
             of_prompt = self._of_prompt(prompt, output)
+            completions += output.outputs
             for completion in output.outputs:
                 index = prompt * self.job.params.n + completion.index
                 choice = {
@@ -211,6 +212,7 @@ class ChoicesAnswer(Answer):
                     choice |= of_prompt
                 else:
                     answer |= of_prompt
+        answer["guided"] = self.guided_info(finished, completions)
         return to_json(answer)
 
     def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
@@ -399,8 +401,10 @@ def to_json(data: Any) -> bytes:
 def usage_of(finished: Sequence[RequestOutput]) -> dict[str, Any]:
     """Count the tokens of an answer. A prompt counts once, for any n."""
     prompt = sum(len(output.prompt_token_ids) for output in finished)
-    generated = sum(len(completion.token_ids) for output in finished for completion in output.outputs)
     cached = sum(output.num_cached_tokens or 0 for output in finished)
+    generated = 0
+    for output in finished:
+        generated += sum(len(completion.token_ids) for completion in output.outputs)
     return {**usage(prompt, generated), "prompt_tokens_details": {"cached_tokens": cached}}
 
 

@@ -91,7 +91,7 @@ def _jobs(
 
     Raises an error that names no schema of a function that is not strict.
     """
-    wanted = requested_constraint(body, context.settings)
+    requested = requested_constraint(body, context.settings)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
     logprobs = None
@@ -106,9 +106,9 @@ def _jobs(
     refused: dict[str, list[str]] = {}
     tries = 0
     while True:
-        calls = requested_calls(body, context, wanted, refused)
-        form = output_form(body, context, wanted, calls, prompt)
-        params = sampling_params(body, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
+        calls = requested_calls(body, context, requested, refused)
+        form = output_form(body, context, requested, calls, prompt)
+        params = sampling_params(body, requested, form, max_tokens=limit, logprobs=logprobs, context=context)
         job = Job(
             request_id,
             http_id,
@@ -117,7 +117,7 @@ def _jobs(
             body.stream,
             reported=body.reported,
             form=form,
-            ignored=ignored_fields(body, wanted, form),
+            ignored=ignored_fields(body, requested, form),
             at_admission=at_admission,
         )
         error = yield job.admitted(context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -29,23 +30,22 @@ def create_completion(body: CompletionRequest, request: Request, context: Contex
 
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
-    wanted = requested_constraint(body, context.settings)
+    requested = requested_constraint(body, context.settings)
     if not body.prompt and not isinstance(body.prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     if body.echo and body.logprobs is not None:
         raise InvalidRequest("echo is not available with logprobs, which are those of the output only", param="echo")
-    given: Sequence[Any] = body.prompt
-    is_one = isinstance(given, str) or isinstance(given[0], int)
+    sent: Sequence[Any] = body.prompt
+    is_one = isinstance(sent, str) or isinstance(sent[0], int)
     if is_one:
-        given = [given]
+        sent = [sent]
     max_tokens = body.max_tokens
-    if max_tokens is None and wanted.constraint is None:
+    if max_tokens is None and requested.constraint is None:
         # OpenAI's default, but not with a constraint, where it would cut off most answers.
         max_tokens = 16
-    check_size(context, body, len(given), max_tokens, body.logprobs)
+    check_size(context, body, len(sent), max_tokens, body.logprobs)
     prompts: list[list[int]] = []
-    echoed: list[str] = []
-    for number, prompt in enumerate(given):
+    for number, prompt in enumerate(sent):
         param = "prompt"
         if not is_one:
             param = f"prompt[{number}]"
@@ -53,21 +53,23 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         if isinstance(prompt, str):
             tokens = encode(context, prompt, add_special_tokens=body.add_special_tokens, param=param)
         prompts.append(tokens)
-        if body.echo and isinstance(prompt, str):
-            echoed.append(prompt)
-        elif body.echo:
-            echoed.append(context.decode(prompt))
     if body.max_tokens is None and max_tokens is not None:
         max_tokens = max(1, min(max_tokens, context.llm.max_model_len - max(map(len, prompts))))
-    form = OutputForm(wanted.constraint)
-    params = sampling_params(body, wanted, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
+    form = OutputForm(requested.constraint)
+    params = sampling_params(body, requested, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
         *(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, body.stream, body.reported),
-        echoed=echoed,
         form=form,
-        ignored=ignored_fields(body, wanted, form),
-    )
-    return job.admitted(context)
+        ignored=ignored_fields(body, requested, form),
+    ).admitted(context)
+    if not body.echo:
+        return job
+    echoed: list[str] = []
+    for prompt in sent:
+        if isinstance(prompt, list):
+            prompt = context.decode(prompt)  # the engine has checked the ids
+        echoed.append(prompt)
+    return replace(job, echoed=echoed)
 
 
 class _TextAnswer(ChoicesAnswer):

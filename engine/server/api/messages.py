@@ -166,7 +166,7 @@ class CountTokensRequest(GenerationRequest):
 
     def as_chat(self, thinks: bool) -> ChatRequest:
         """Return the chat with the same meaning. `thinks`: the model has a thinking phase."""
-        fields = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
+        fields = self.fields_of(GenerationRequest)
         config = self.output_config or OutputConfig()
         choice = self.tool_choice or ToolChoice()
         if config.format or self.output_format:
@@ -339,9 +339,16 @@ class _MessageAnswer(PartsAnswer):
         return message
 
     def _message(self, **fields: Any) -> dict[str, Any]:
-        head = {"id": self.job.request_id, "type": "message", "role": "assistant"}
-        known = {"model": self.context.settings.model_name, "content": self.parts}
-        return {**head, **known, "stop_reason": None, "stop_sequence": None, **fields}
+        message = {
+            "id": self.job.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.context.settings.model_name,
+            "content": self.parts,
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        return message | fields
 
     def _stop_reason(self, completion: CompletionOutput) -> str:
         if completion.finish_reason == "length":

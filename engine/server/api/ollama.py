@@ -62,11 +62,11 @@ class OllamaRequest(ChatRequest):
         if not isinstance(options, dict):
             options = {}
         for name, value in options.items():
-            known = _OPTIONS.get(name) or name
-            is_unlimited = known == "max_tokens" and value in (0, -1, -2)
-            if data.get(known) is None and not is_unlimited:
-                data[known] = value
-                names[known] = f"options.{name}"
+            field = _OPTIONS.get(name, name)
+            is_unlimited = field == "max_tokens" and value in (0, -1, -2)
+            if data.get(field) is None and not is_unlimited:
+                data[field] = value
+                names[field] = f"options.{name}"
         if data.get("format") in ("json", ""):
             data["json_object"] = data.pop("format") == "json" or data.get("json_object")
             names["json_object"] = names.get("format", "format")
@@ -167,14 +167,18 @@ def list_models(context: Context) -> dict[str, Any]:
 def show_model(body: ShowRequest, request: Request, context: Context) -> Response:
     """Describe the served model, as Ollama does."""
     family = context.llm.model.config.model_type
-    optional = {"tools": context.tool_format, "thinking": context.reasoning_format}
-    shown = {
+    capabilities = ["completion"]
+    if context.tool_format is not None:
+        capabilities.append("tools")
+    if context.reasoning_format is not None:
+        capabilities.append("thinking")
+    description = {
         **_described(context),
         "template": context.llm.tokenizer.chat_template or "",
         "model_info": {"general.architecture": family, f"{family}.context_length": context.llm.max_model_len},
-        "capabilities": ["completion", *(name for name, known in optional.items() if known is not None)],
+        "capabilities": capabilities,
     }
-    return JSONResponse(shown)
+    return JSONResponse(description)
 
 
 def _described(context: ServerContext) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class ResponsesRequest(TurnRequest):
 
     def as_chat(self) -> ChatRequest:
         """Return the chat with the same meaning."""
-        same = {name: getattr(self, name) for name in TurnRequest.model_fields if name in self.model_fields_set}
+        same = self.fields_of(TurnRequest)
         if self.text is not None and self.text.format is not None:
             same["response_format"] = self.text.format
         if self.reasoning is not None:
@@ -344,10 +344,19 @@ class _ResponseAnswer(PartsAnswer):
         return response
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
-        head = {"id": self.job.request_id, "created_at": self.created, "model": self.context.settings.model_name}
-        empty = {"object": "response", "error": None, "incomplete_details": None, "usage": None}
-        known = {"status": status, "output": self.parts, "guided": self.guided_info()}
-        return {**head, **empty, **known, **fields, **self._settings}
+        response = {
+            "id": self.job.request_id,
+            "created_at": self.created,
+            "model": self.context.settings.model_name,
+            "object": "response",
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            "status": status,
+            "output": self.parts,
+            "guided": self.guided_info(),
+        }
+        return response | fields | self._settings
 
     def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
         """Count the tokens up to the end of the thoughts."""

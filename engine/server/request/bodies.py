@@ -120,20 +120,25 @@ class GenerationRequest(ConstraintFields):
             inner = data.get(place)
             if not isinstance(inner, dict):
                 continue
-            left: dict[str, Any] = {}
+            rest: dict[str, Any] = {}
             for name, value in inner.items():
-                known = name_here(name, cls)
-                if known is None or known in ConstraintFields.model_fields or data.get(known) is not None:
-                    left[name] = value
+                field = name_here(name, cls)
+                if field is None or field in ConstraintFields.model_fields or data.get(field) is not None:
+                    rest[name] = value
                 else:
-                    data[known] = value
-                    names[known] = f"{place}.{name}"
-            data[place] = left
+                    data[field] = value
+                    names[field] = f"{place}.{name}"
+            data[place] = rest
         older = "guided_decoding_backend"
         if data.get("backend") is None and older in data:
             data["backend"] = data.pop(older)
             names["backend"] = names.get(older, older)
         return data
+
+    def fields_of(self, kind: type[BaseModel]) -> dict[str, Any]:
+        """Return the fields of `kind` that the request sets."""
+        names = kind.model_fields.keys() & self.model_fields_set
+        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
@@ -242,7 +247,9 @@ class Message(Body):
         message = self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message |= {"content": joined(self.content), "role": role}
-        calls = self.tool_calls or [ToolCall(function=called) for called in (self.function_call,) if called is not None]
+        calls = self.tool_calls or []
+        if not calls and self.function_call is not None:
+            calls = [ToolCall(function=self.function_call)]
         if calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": call.function.for_template()} for call in calls

@@ -75,10 +75,11 @@ def requested_constraint(request: GenerationRequest, settings: ServerSettings) -
 
 def _backend(request: GenerationRequest, settings: ServerSettings) -> tuple[str, Sequence[str]]:
     """Return the backend, and the options after its name."""
-    if request.guided_decoding_backend is not None:
+    older = request.guided_decoding_backend
+    if older is not None and request.backend is not None:
         field = "guided_decoding_backend"
         raise InvalidRequest(f"backend and {field} are given: choose one", param=field)
-    name, *options = (request.backend or settings.backend).replace(",", ":").split(":")
+    name, *options = (older or request.backend or settings.backend).replace(",", ":").split(":")
     if not set(options).issubset(_BACKEND_OPTIONS):
         raise InvalidRequest(f"the options of a backend are {', '.join(_BACKEND_OPTIONS)}", param="backend")
     return resolve(name), options

@@ -235,12 +235,12 @@ class Row(NamedTuple):
 @cache
 def rows(body: type[Body]) -> tuple[Row, ...]:
     """Return the rows of the table for the fields of a body."""
-    return tuple(
-        Row(field.alias or attribute, attribute, mark.name)
-        for attribute, field in body.model_fields.items()
-        for mark in field.metadata
-        if isinstance(mark, Kind)
-    )
+    table: list[Row] = []
+    for attribute, field in body.model_fields.items():
+        for mark in field.metadata:
+            if isinstance(mark, Kind):
+                table.append(Row(field.alias or attribute, attribute, mark.name))
+    return tuple(table)
 
 
 def _field_of(name: str, body: type[Body]) -> str | None:

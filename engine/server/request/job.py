@@ -67,7 +67,7 @@ def check_size(
 
 def sampling_params(
     request: ChoicesRequest,
-    wanted: RequestedConstraint,
+    requested: RequestedConstraint,
     form: OutputForm,
     *,
     max_tokens: int | None,
@@ -89,17 +89,17 @@ def sampling_params(
         raise InvalidRequest(message, param="vllm_xargs")
     if request.stream:
         _check_stream(request)
-    if not _has_free_text(wanted):
+    if not _has_free_text(requested):
         given.pop("stop", None)
     parser = None
-    if wanted.constraint is None and form.parser is not OutputParser:
+    if requested.constraint is None and form.parser is not OutputParser:
         parser = form.parser
     return SamplingParams(
         **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,
         logprobs=logprobs,
         constraint=form.constraint,
-        backend=wanted.backend,
+        backend=requested.backend,
         extra_args=request.vllm_xargs,
         parser=parser,
     )
@@ -117,16 +117,16 @@ def _check_stream(request: ChoicesRequest) -> None:
             raise InvalidRequest(f"{name} is not available with stream: true: it needs whole outputs", param=name)
 
 
-def ignored_fields(request: ChoicesRequest, wanted: RequestedConstraint, form: OutputForm) -> list[str]:
+def ignored_fields(request: ChoicesRequest, requested: RequestedConstraint, form: OutputForm) -> list[str]:
     """Return the fields that have no effect on constrained text. Beside calls, `stop` still ends free text."""
-    if request.stop and (form.kind == "tools" or not _has_free_text(wanted)):
+    if request.stop and (form.kind == "tools" or not _has_free_text(requested)):
         return ["stop"]
     return []
 
 
-def _has_free_text(wanted: RequestedConstraint) -> bool:
+def _has_free_text(requested: RequestedConstraint) -> bool:
     """Return whether an answer without calls may have free text."""
-    return wanted.constraint is None or wanted.constraint.kind == "structural_tag"
+    return requested.constraint is None or requested.constraint.kind == "structural_tag"
 
 
 @dataclass(frozen=True)

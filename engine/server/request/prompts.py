@@ -132,10 +132,13 @@ def _marked(value: Any, begins: re.Pattern[str], mark: str) -> Any:
 def _special_begins(tokenizer: Any) -> re.Pattern[str]:
     """Compile a pattern for the first character of a special token. (A token of a single character can't be split.)"""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    ends: dict[str, list[str]] = {}
-    for text in sorted({str(token) for token in added.values() if token.special and len(str(token)) > 1}):
-        ends.setdefault(text[0], []).append(re.escape(text[1:]))
-    return re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in ends.items()) or r"(?!)")
+    ends: dict[str, set[str]] = {}
+    for token in added.values():
+        text = str(token)
+        if token.special and len(text) > 1:
+            ends.setdefault(text[0], set()).add(re.escape(text[1:]))
+    begins = [f"{re.escape(first)}(?={'|'.join(sorted(rest))})" for first, rest in ends.items()]
+    return re.compile("|".join(begins) or r"(?!)")
 
 
 def encode(context: ServerContext, text: str, *, add_special_tokens: bool, param: str) -> list[int]:

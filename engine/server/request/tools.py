@@ -26,12 +26,12 @@ _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
 
 
 def requested_calls(
-    body: ChatRequest, context: ServerContext, wanted: RequestedConstraint, refused: dict[str, list[str]]
+    body: ChatRequest, context: ServerContext, requested: RequestedConstraint, refused: dict[str, list[str]]
 ) -> Calls | None:
     """Return the calls that the answer may have, or None.
 
     Args:
-        wanted: has the constraint on an answer without calls.
+        requested: has the constraint on an answer without calls.
         refused: field of a schema that need not be enforced -> JSON pointers of the parts that a library refused. This
             function adds the fields.
     """
@@ -54,36 +54,34 @@ def requested_calls(
             continue
         field = schema_field(index, tool)
         strict = tool.function.strict
-        if body.strict_schema or strict:
-            faults = None
-        else:
-            faults = refused.setdefault(field, [])
+        faults = None
         if is_off and strict is False:
             faults = [""]
-        options = {"open_objects": wanted.open_objects, "strict_schema": body.strict_schema is True}
+        elif not (body.strict_schema or strict):
+            faults = refused.setdefault(field, [])
+        options = {"open_objects": requested.open_objects, "strict_schema": body.strict_schema is True}
         parameters = _parameters(tool, field, faults, **options)
         if (pattern := tool.input_grammar("regex")) is not None:
             parse(pattern, param=field, lookaheads=False)  # raises if the regex can't be enforced
-        lark = tool.input_grammar("lark")
-        if lark is None:
-            text = None
-        else:
-            text = _text_format(lark, field, tool_format)
+        text = None
+        if (lark := tool.input_grammar("lark")) is not None:
+            text = _text_constraint(lark, field, tool_format)
         functions.append(Function(tool.function.name, parameters, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
-    if wanted.constraint is None:
-        answer = None
-    else:
-        answer = as_format(wanted.constraint)
+    answer = None
+    if requested.constraint is not None:
+        answer = as_format(requested.constraint)
     return Calls(tool_format, functions, mode != "auto", parallel, answer)
 
 
 def schema_field(index: int, tool: Tool) -> str:
     """Return the path of the schema of a tool's arguments, or of the format of its input, in a chat."""
-    return f"tools[{index}].{'custom.format' if tool.type == 'custom' else 'function.parameters'}"
+    if tool.type == "custom":
+        return f"tools[{index}].custom.format"
+    return f"tools[{index}].function.parameters"
 
 
-def _text_format(lark: str, field: str, tool_format: ToolFormat) -> Constraint:
+def _text_constraint(lark: str, field: str, tool_format: ToolFormat) -> Constraint:
     if tool_format.separator is not None or tool_format.call[0].endswith(NAME):
         message = "this model's format of calls has no marks around an input that is no JSON: use a regex, not Lark"
         raise InvalidRequest(message, param=field)
@@ -108,16 +106,13 @@ def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[
         if mode == "required" and not known:
             raise _invalid("required needs tools")
         return mode, frozenset(known)
-    if choice.get("type") == "allowed_tools":
-        allowed = choice.get("allowed_tools", choice)
-    else:
-        allowed = None
     try:
-        if allowed is None:
-            mode = "named"
-        else:
+        mode = "named"
+        tools: Any = [choice]
+        if choice.get("type") == "allowed_tools":
+            allowed = choice.get("allowed_tools", choice)
             mode = allowed["mode"]
-        tools: Any = [choice] if allowed is None else allowed["tools"]
+            tools = allowed["tools"]
         functions = [tool for tool in tools if not is_hosted(tool.get("type"))]
         names = [tool.get(tool.get("type"), tool)["name"] for tool in functions]
     except (AttributeError, KeyError, TypeError):
@@ -126,8 +121,8 @@ def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[
         raise _invalid("its type is function or custom, with a name; or allowed_tools, with a mode and a list of tools")
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
-        shown = ", ".join(known[:10]) or "none"
-        raise _invalid(f"there is no tool {bounded(unknown, 140)!r}; there are: {bounded(shown)}")
+        tools_here = ", ".join(known[:10]) or "none"
+        raise _invalid(f"there is no tool {bounded(unknown, 140)!r}; there are: {bounded(tools_here)}")
     return mode, frozenset(names)
 
 
@@ -157,10 +152,12 @@ def _parameters(tool: Tool, field: str, faults: Collection[str] | None, **option
 
 
 def output_form(
-    body: ChatRequest, context: ServerContext, wanted: RequestedConstraint, calls: Calls | None, prompt: list[int]
+    body: ChatRequest, context: ServerContext, requested: RequestedConstraint, calls: Calls | None, prompt: list[int]
 ) -> OutputForm:
     """Combine the request's constraint, its calls and the model's thinking phase."""
-    reasoning = context.reasoning_format if body.reasoning != "constrained" else None
+    reasoning = context.reasoning_format
+    if body.reasoning == "constrained":
+        reasoning = None
     thinking = _thinking(reasoning, prompt, context)
     if reasoning is not None and thinking == "no" and not (reasoning.answer or reasoning.finish):
         reasoning = None
@@ -168,49 +165,55 @@ def output_form(
         message = "the model's chat template has none of the known thinking phases: choose one with --reasoning-format"
         raise InvalidRequest(message, param="max_reasoning_tokens")
     if calls is None and reasoning is None:
-        return OutputForm(wanted.constraint)
-    custom = {
-        tool.function.name: tool.input_grammar("lark") is not None for tool in body.tools or () if tool.type == "custom"
-    }
-    parser = partial(CustomCallParser, custom) if custom else partial(OutputParser)
-    shown = body.include_reasoning is not False
-    parser = partial(parser, reasoning=reasoning, thinking=thinking == "open", shows_thoughts=shown)
+        return OutputForm(requested.constraint)
+    custom: dict[str, bool] = {}
+    for tool in body.tools or ():
+        if tool.type == "custom":
+            custom[tool.function.name] = tool.input_grammar("lark") is not None
+    parser: partial[Any] = partial(OutputParser)
+    if custom:
+        parser = partial(CustomCallParser, custom)
+    parser = partial(
+        parser, reasoning=reasoning, thinking=thinking == "open", shows_thoughts=body.include_reasoning is not False
+    )
     if calls is not None:
         anywhere = calls.anywhere(reasoning)
         parser = partial(parser, tools=calls.format, functions=calls.functions, anywhere=anywhere)
     texts = f"{reasoning}{calls and calls.format}"
     special = any(name in texts for name in context.llm.model.vocabulary.special_names)
-    if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
+    if calls is None and requested.constraint is None and body.max_reasoning_tokens is None:
         return OutputForm(parser=parser, shows_special_tokens=special)
-    whole, places = _combined(body, wanted, calls, reasoning, thinking)
+    whole, places = _combined(body, requested, calls, reasoning, thinking)
     if calls is not None:
         return OutputForm(whole, "tools", places, parser, special, calls.format.id_length)
-    kind = "structural_tag" if wanted.constraint is None else wanted.constraint.kind
+    kind = "structural_tag"
+    if requested.constraint is not None:
+        kind = requested.constraint.kind
     return OutputForm(whole, kind, places, parser, special)
 
 
 def _combined(
     body: ChatRequest,
-    wanted: RequestedConstraint,
+    requested: RequestedConstraint,
     calls: Calls | None,
     reasoning: ReasoningFormat | None,
     thinking: Thinking,
 ) -> tuple[Constraint, dict[str, tuple[str, str]]]:
     """Return the constraint on the whole output, and the origins of its parts (`OutputForm.places`)."""
-    given = wanted.constraint
+    constraint = requested.constraint
     name = "tools"
     answer = None
     whitespace = None
-    if given is not None:
-        name = given.origin[0]
-        answer = as_format(given)
-        whitespace = given.whitespace
+    if constraint is not None:
+        name = constraint.origin[0]
+        answer = as_format(constraint)
+        whitespace = constraint.whitespace
     form = answer_format(calls or answer, reasoning, thinking, body.max_reasoning_tokens)
     document = {"type": "structural_tag", "format": form}
     whole = Constraint.structural_tag(
         document,
         whitespace=whitespace,
-        open_objects=wanted.open_objects,
+        open_objects=requested.open_objects,
         strict_schema=body.strict_schema is True,
         param=name,
     )
