@@ -41,7 +41,7 @@ class EngineStats:
     kept_mass_sum: float = 0.0
     vetoes: Counter[str] = field(default_factory=Counter)
     """Number of times that tokens were taken back, by the keyword of the schema that they violated."""
-    failures: dict[str, int] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
     """Groups that ended with an error, by its code."""
 
     def note_masks(self, report: ApplyReport) -> None:

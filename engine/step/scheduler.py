@@ -19,8 +19,8 @@ class Scheduler:
 
     If blocks run out, the newest sequence is preempted: it loses its blocks, and is prefilled again, prompt and output,
     before new groups start. Beams of a group are preempted and started together. Groups that wait for their grammar
-    are skipped and keep their place. A late sequence is skipped until its mask is ready, and keeps its blocks and the
-    hidden state of its last token. Then it is sampled without a forward pass.
+    keep their place. A late sequence (`SequenceStatus.LATE`) does not run until its mask is ready, and keeps its blocks
+    and the hidden state of its last token. Then it is sampled without a forward pass.
     """
 
     def __init__(
