@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from actors.processes import CALL_SECONDS, START_SECONDS, STOP_SECONDS, TICK_SECONDS
+from actors.processes import CALL_SECONDS, START_SECONDS, STOP_SECONDS, TICK_SECONDS, start_program
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import LOCAL, NodePlacement, RayPoolOptions
 
@@ -56,6 +56,7 @@ _LOCAL_ENVIRONMENT = {
     # The key is for the server's process only.
     "GUIDED_API_KEY": None,
 }
+_STOPPED = "the pool was shut down"
 _ENDED = "the process that was connected to Ray ended"
 _log = logging.getLogger(__name__)
 
@@ -71,20 +72,16 @@ class Cluster:
         self._driver: Driver | None = None
         self._connecting = threading.Lock()
         self._users = 0
-        self._has_left = False
-        self._failure = f"Ray is lost: {_ENDED}"
+        self._failure: str | None = None
 
     @classmethod
     def join(cls, address: str | None = None) -> Cluster:
-        """Connect to the cluster that this process has joined already, or to `address`, or to a new local cluster.
+        """Return the cluster that this process uses already, or that at `address`, or a new local one.
 
-        Raises:
-            PoolUnavailable: Ray cannot be reached or started.
+        The first session connects to it.
         """
         with cls._lock:
-            cluster = cls._current or cls(address)
-            cluster._connected()
-            cls._current = cluster
+            cluster = cls._current = cls._current or cls(address)
             cluster._users += 1
             return cluster
 
@@ -94,13 +91,12 @@ class Cluster:
             self._users -= 1
             if self._users == 0 and Cluster._current is self:
                 Cluster._current = None
-                self._has_left = True
                 if self._driver is not None:
                     self._driver.close()
 
     @property
     def trouble(self) -> str | None:
-        """Why there is no connection to Ray now; None if there is one."""
+        """Why the connection to Ray is lost, or was not made. None: there is one, or nothing has failed yet."""
         if self.head is not None:
             return None
         return self._failure
@@ -112,13 +108,16 @@ class Cluster:
             return None
         return self._driver.head
 
-    def check_room(self, options: RayPoolOptions) -> None:
+    def check_room(self, options: RayPoolOptions, stopping: threading.Event) -> None:
         """Check that Ray has room for a pool, whatever runs there now.
+
+        Args:
+            stopping: see `session`.
 
         Raises:
             PoolUnavailable: it has not; says what there is, and which options lower what the pool takes.
         """
-        with contextlib.closing(self.session(threading.Event())) as session:
+        with contextlib.closing(self.session(stopping)) as session:
             session.ask("describe its nodes", "check_room", *self.reserved(options), options.actors)
 
     def session(self, stopping: threading.Event) -> Session:
@@ -130,7 +129,7 @@ class Cluster:
         Raises:
             PoolUnavailable: Ray cannot be reached or started now.
         """
-        return Session(self._connected().connection(), stopping)
+        return Session(self._connected(stopping).connection(), stopping)
 
     def reserved(self, options: RayPoolOptions) -> tuple[NodePlacement, float]:
         """Return where an actor may run, and the CPUs that Ray reserves for it there."""
@@ -139,81 +138,87 @@ class Cluster:
             return LOCAL if placement.kind == "spread" else placement, 0.0
         return placement, 1.0 if options.actor_cpus is None else options.actor_cpus
 
-    def _connected(self) -> Driver:
+    def _connected(self, stopping: threading.Event) -> Driver:
         """Return a driver that is connected."""
         with self._connecting:
             if self._driver is not None and self._driver.head is not None:
                 return self._driver
+            if stopping.is_set():
+                raise PoolUnavailable(_STOPPED)
+            if self._driver is not None:
+                _log.error("%s; connecting again", self._failure)
+                self._driver.close()
             try:
-                if self._driver is not None:
-                    _log.error("%s; connecting again", self._failure)
-                    self._driver.close()
-                if self._address is not None:
-                    return self._join(_find_cluster() if self._address == "auto" else self._address)
-                try:
-                    return self._start_driver(*_local())
-                except PoolUnavailable as error:  # a busy machine may be too slow for Ray's own time limits
-                    _log.warning("Ray did not start: %s; trying once more", error)
-                    return self._start_driver(*_local())
+                driver = self._driver = self._new_driver(stopping)
             except Exception as error:
                 where = f"join the Ray cluster at {self._address}" if self._address else "start a local Ray"
                 self._failure = f"cannot {where}: {bounded(error)}"
                 raise PoolUnavailable(self._failure) from error
+            _log.info("connected to Ray at %s", driver.head)
+            self._failure = f"Ray is lost: {_ENDED}"
+            return driver
 
-    def _join(self, address: str) -> Driver:
+    def _new_driver(self, stopping: threading.Event) -> Driver:
+        address = self._address
+        if address is None:
+            try:
+                return Driver(stopping, *_local())
+            except PoolUnavailable as error:  # a busy machine may be too slow for Ray's own time limits
+                if stopping.is_set():
+                    raise
+                _log.warning("Ray did not start: %s; trying once more", error)
+                return Driver(stopping, *_local())
+        if address == "auto":
+            address = _find_cluster()
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or "://" in host:
             raise PoolUnavailable("name the cluster by its own address, HOST:6379")
         # Fails within seconds, where Ray would try for minutes.
         socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_SECONDS).close()
-        return self._start_driver({"address": address}, {})
-
-    def _start_driver(
-        self, options: dict[str, Any], environment: dict[str, str | None], directory: str | None = None
-    ) -> Driver:
-        given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        driver = self._driver = Driver({**options, **quiet}, {**given, **environment}, directory)
-        try:
-            if self._has_left:  # from now on `leave` ends the driver
-                raise PoolUnavailable("the pool was shut down")
-            driver.connect()
-        except BaseException:
-            driver.close()
-            raise
-        _log.info("connected to Ray at %s", driver.head)
-        self._failure = f"Ray is lost: {_ENDED}"
-        return driver
+        return Driver(stopping, {"address": address}, {})
 
 
 class Driver:
     """A process that is connected to Ray. When it ends, its actors end. It is never restarted.
 
     Args:
+        stopping: once it is set, the connection to Ray is not waited for.
         options: arguments of `ray.init`.
         environment: variables that it and a Ray that it starts have in addition; None removes one.
         directory: of a local Ray, which is started. It is removed when the driver ends. None: join a cluster.
+
+    Raises:
+        PoolUnavailable: it cannot connect to Ray.
     """
 
     def __init__(
-        self, options: dict[str, Any], environment: Mapping[str, str | None], directory: str | None = None
+        self,
+        stopping: threading.Event,
+        options: dict[str, Any],
+        environment: Mapping[str, str | None],
+        directory: str | None = None,
     ) -> None:
+        given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        self._directory = directory
+        self._head: str | None = None
         self._control, theirs = socket.socketpair()
-        path = [os.environ.get("PYTHONPATH"), *sys.path]
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **environment}
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "actors.driver_process", str(theirs.fileno()), directory or ""],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # stderr
-                env={name: value for name, value in variables.items() if value is not None},
+            self._process = start_program(
+                "actors.driver_process",
+                [theirs.fileno()],
+                directory or "",
+                environment={**given, **environment},
                 start_new_session=True,  # an interrupt from the terminal is for the engine's process
             )
-        self._directory = directory
-        # Ray adds the directory of this program to the path of its workers.
-        self._connect = options, sys.argv[0]
-        self._head: str | None = None
+        try:
+            session = Session(self.connection(), stopping)
+            what = "answer (its GCS server, and this node's raylet)"
+            # Ray adds the directory of this program to the path of its workers.
+            self._head = session.ask(what, "connect", {**options, **quiet}, sys.argv[0])
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def head(self) -> str | None:
@@ -221,12 +226,6 @@ class Driver:
         if self._process.poll() is None:
             return self._head
         return None
-
-    def connect(self) -> None:
-        """Wait until the driver has connected to Ray. Raises `PoolUnavailable` if it cannot."""
-        session = Session(self.connection(), threading.Event())
-        what = "answer (its GCS server, and this node's raylet)"
-        self._head = session.ask(what, "connect", *self._connect)
 
     def connection(self) -> Connection[Any, Any]:
         """Return a new connection to the process, at once. Raises `PoolUnavailable` if that has ended."""
@@ -240,10 +239,7 @@ class Driver:
         return ours
 
     def close(self) -> None:
-        """End the process, which ends the actors, and Ray itself if the driver has started it.
-
-        From any thread, also while another one waits in `connect`. Idempotent.
-        """
+        """End the process, which ends the actors, and Ray itself if the driver has started it. Idempotent."""
         if self.head is not None:
             with contextlib.suppress(OSError):
                 self._control.shutdown(socket.SHUT_WR)
@@ -282,7 +278,7 @@ class Session:
             while not self._connection.poll(TICK_SECONDS):
                 waited = time.monotonic() - began
                 if self._stopping.is_set():
-                    raise PoolUnavailable("the pool was shut down")
+                    raise PoolUnavailable(_STOPPED)
                 if waited > START_SECONDS:
                     raise PoolUnavailable(f"Ray did not {action} within {START_SECONDS:g} s")
                 if waited > warn_after:

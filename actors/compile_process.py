@@ -20,7 +20,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -40,6 +39,7 @@ from actors.processes import (
     enter_session,
     kill,
     resident_bytes,
+    start_program,
     thread_state,
 )
 from guided.backends import BACKENDS, Backends
@@ -97,18 +97,11 @@ class ForkServer:
         self.is_warm = False
         self._deadline = time.monotonic() + START_SECONDS
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has one thread only
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         descriptors = (theirs.fileno(), vocabulary)
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(self._control.close)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "actors.compile_process", *map(str, descriptors), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=descriptors,
-                env={**os.environ, **one_thread, **path},
+        with theirs:
+            self._process = start_program(
+                "actors.compile_process", descriptors, str(os.getpid()), environment=one_thread
             )
-            undo.pop_all()
 
     def look(self) -> bool:
         """Note whether it is warm. Returns False if it has ended, or takes too long to get warm."""
@@ -336,7 +329,6 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # compile processes that end leave nothing behind
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of half a gigabyte takes seconds
-    os.dup2(2, 1)
     leave_out_torch()
     backends = Backends(Vocabulary.from_bytes(Path(f"/proc/self/fd/{vocabulary}").read_bytes()))
     os.close(vocabulary)

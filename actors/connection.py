@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, NamedTuple
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 from msgspec.msgpack import Decoder, encode
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from actors.protocol import (
     ACTIVITIES,
@@ -53,8 +53,6 @@ class SequenceState:
     slot: int = FREE
     number: int = 0
     """Number of its grammar on that worker."""
-    changed_from: int | None = None
-    """Output tokens from this position on have changed since they were sent."""
     waits_until: float = math.inf
     """`time.monotonic()` at which it fails if no worker can take it. Infinite: it does not wait for one."""
     replays: int = 0
@@ -78,7 +76,6 @@ class SequenceState:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
         self.worker = None
         self.slot = FREE
-        self.changed_from = None
 
 
 class Work(NamedTuple):
@@ -105,25 +102,28 @@ def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[Int32s, Int64s]:
 class StepPart:
     """The rows of a step that are filled by one worker: their positions in the step, and their sequences."""
 
-    def __init__(self, worker: WorkerConnection, rows: ArrayLike, states: Sequence[SequenceState]) -> None:
+    def __init__(self, worker: WorkerConnection, rows: Mapping[int, SequenceState]) -> None:
         self.worker = worker
         self.table = worker.table
-        self.states = states
-        self.rows = np.array(rows, np.intp)
-        self.slots = np.array([state.slot for state in states], np.intp)
+        self.states = np.array(list(rows.values()), object)
+        self.rows = np.array(list(rows), np.intp)
+        self.slots = np.array([state.slot for state in rows.values()], np.intp)
         self.target = self.table.target[self.slots]
         """int64 `[n]`: the version that each row's mask is wanted for."""
-        self.ready: NDArray[np.bool_] = np.zeros(len(states), np.bool_)
+        self.ready: NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
         self._fill = _fill(self.slots)
 
-    def look(self) -> bool:
-        """Compare the versions; return whether a mask is missing."""
+    def look(self) -> Iterable[tuple[int, SequenceState]]:
+        """Compare the versions; return the rows without a mask."""
         self.ready = self.table.ready[self.slots] == self.target
-        return not self.ready.all()
+        if self.ready.all():
+            return ()
+        return zip(self.rows[~self.ready].tolist(), self.states[~self.ready], strict=True)
 
-    def ready_states(self) -> list[SequenceState]:
-        """Return the sequences with a mask, as of the last `look`."""
-        return [self.states[index] for index in np.flatnonzero(self.ready).tolist()]
+    def select(self, kept: NDArray[np.bool_]) -> None:
+        """Keep some of the rows."""
+        for name in ("states", "rows", "slots", "target", "ready"):
+            setattr(self, name, getattr(self, name)[kept])
 
     def send_outputs(self, last: Int32s, lengths: Int64s) -> None:
         """Send the new tokens of each row's output, and request the masks that were not requested yet.
@@ -175,20 +175,19 @@ class WorkerConnection:
         """Numbers of the grammars that the worker has, by key. One that is sent again gets a new number."""
         self._count = count()
         self._segment = segment
-        self._free_slots: list[int] = []
         self.requests: list[Request] = []
         """The next frame."""
 
-    def has_slot(self) -> bool:
-        """Return whether a sequence can be opened now."""
-        if not self._free_slots:  # it may have freed some
-            table = self.table
-            self._free_slots = np.flatnonzero((table.target < 0) & (table.target == table.ready))[::-1].tolist()
-        return bool(self._free_slots)
+    def free_slot(self) -> int | None:
+        """Return the lowest free slot: a GPU reads those without a copy. None: no sequence can be opened now."""
+        table = self.table
+        free = np.flatnonzero((table.target < 0) & (table.target == table.ready))
+        return int(free[0]) if len(free) else None
 
     def open(self, state: SequenceState) -> None:
         """Open a sequence in a free slot, with the whole output that it has now."""
-        slot = self._free_slots.pop()
+        slot = self.free_slot()
+        assert slot is not None
         sequence = state.sequence
         grammar = state.grammar
         tokens = list(sequence.output_token_ids)
@@ -196,7 +195,7 @@ class WorkerConnection:
         left = list[int]()
         if number is None:
             number = next(self._count)
-            self.channel.send_grammar(grammar.dumped)
+            self.channel.send(grammar.dumped, is_grammar=True)
             left = self._loaded.add(grammar.key, number, grammar.nbytes)
         state.number = number
         self.sequences[slot] = state
@@ -209,21 +208,19 @@ class WorkerConnection:
         if left:
             self.requests.append(Unload(left))
 
-    def edit(self, state: SequenceState) -> None:
-        """Send the part of a sequence's output that has changed, or that the worker may not know, in a message."""
+    def cut(self, state: SequenceState, length: int) -> None:
+        """Have the worker forget output tokens after the first `length` ones."""
+        if length < int(self.table.target[state.slot]) & POSITION:
+            self.edit(state, length)
+
+    def edit(self, state: SequenceState, length: int = POSITION) -> None:
+        """Send the part of a sequence's output that the worker may not know in a message, up to `length` tokens."""
         output = state.sequence.output_token_ids
-        ready = int(self.table.ready[state.slot])
-        if ready >= 0:
-            filled = ready & POSITION
-        else:
-            filled = 0
+        end = min(len(output), length)
+        filled = max(0, int(self.table.ready[state.slot])) & POSITION
         sent = int(self.table.target[state.slot]) & POSITION
-        start = min(filled, sent, len(output))
-        if state.changed_from is not None:
-            start = min(start, state.changed_from)
-            state.changed_from = None
-        tokens = list(output[start:])
-        self.requests.append(Edit(state.slot, self._next_version(state.slot, start + len(tokens)), start, tokens))
+        start = min(filled, sent, end)
+        self.requests.append(Edit(state.slot, self._next_version(state.slot, end), start, list(output[start:end])))
 
     def _next_version(self, slot: int, length: int) -> int:
         """Request the mask after an output that is sent in a message. Returns the output's version."""
@@ -243,7 +240,6 @@ class WorkerConnection:
         version = freed(int(self.table.target[slot]))
         self.table.target[slot] = version
         self.requests.append(Free(slot, version))
-        self._free_slots.clear()  # the next sequence gets the lowest slot: a GPU reads those without a copy
         state.leave()
 
     def request_wakeup(self) -> None:
@@ -251,10 +247,10 @@ class WorkerConnection:
         self.table.wake[0] = 1
         self.channel.push()
 
-    def receive(self) -> list[SequenceState]:
-        """Read the answers that have arrived. Returns the sequences that the worker failed, with their errors."""
+    def receive(self) -> bool:
+        """Read the answers that have arrived. Returns whether the worker has failed a sequence."""
         self.channel.push()  # if all rows are late, no step sends the rest of a large frame
-        failed = []
+        has_failed = False
         while (frame := self.channel.receive()) is not None:
             try:
                 answer = _decode(frame)
@@ -265,12 +261,12 @@ class WorkerConnection:
                 error = from_wire(answer.error)
                 error.add_note(f"on {self.name}")
                 state.error = state.error or error
-                failed.append(state)
+                has_failed = True
                 key = state.grammar.key
                 # Perhaps its grammar was not loaded, for a passing lack of memory: the next sequence loads it again.
                 if not state.has_answered and self._loaded.get(key) == state.number:
                     self.requests.append(Unload([self._loaded.remove(key)]))
-        return failed
+        return has_failed
 
     def work(self) -> list[Work]:
         """Return what each busy thread of the worker does, what began last first. From any thread."""

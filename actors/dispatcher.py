@@ -17,6 +17,7 @@ from actors.connection import SequenceState, StepPart, Work, WorkerConnection, l
 from actors.protocol import CHECKED, FAILED, STEERED
 from actors.quarantine import Quarantine
 from guided.backends import BACKENDS
+from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
 from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forced_runs
 from guided.sequence import GuidedSequence, VetoReport
@@ -24,13 +25,17 @@ from guided.sequence import GuidedSequence, VetoReport
 _LOOK_SECONDS = 0.001
 """Poll interval while waiting for masks, workers and slots: a worker that finishes just before `wake` is set sends no
 message."""
+_SHORT_SECONDS = 0.0001
+"""The same, in the last millisecond before a deadline."""
 
 
 class _Step:
     """One step's rows."""
 
-    def __init__(self, sequences: Sequence[GuidedSequence]) -> None:
+    def __init__(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self.sequences = sequences
+        self.batch = batch
+        """The number of the batch."""
         self.parts: list[StepPart] = []
         self.waiting: dict[int, SequenceState] = {}
         """Rows of sequences that no worker can take now."""
@@ -42,26 +47,12 @@ class _Step:
         """Compare the versions; return the undecided rows."""
         undecided = dict(self.waiting)
         for part in self.parts:
-            if part.look():
-                self._sort(part, undecided)
+            for row, state in part.look():
+                if state.error is None:
+                    undecided[row] = state
+                else:
+                    self.failed[row] = state.error
         return undecided
-
-    def take(self, part: StepPart) -> None:
-        """Take the rows without a mask out of a part: its worker has ended."""
-        part.look()
-        self._sort(part, self.waiting)
-        rest = self.parts[self.parts.index(part)] = StepPart(part.worker, part.rows[part.ready], part.ready_states())
-        rest.look()
-
-    def _sort(self, part: StepPart, undecided: dict[int, SequenceState]) -> None:
-        """Add the rows without a mask to `failed` or to `undecided`."""
-        for index in np.flatnonzero(~part.ready).tolist():
-            row = int(part.rows[index])
-            state = part.states[index]
-            if state.error is None:
-                undecided[row] = state
-            else:
-                self.failed[row] = state.error
 
 
 class Dispatcher:
@@ -75,28 +66,34 @@ class Dispatcher:
 
     def __init__(self, pool_wait: float, max_replays: int, forced_tokens: bool = False) -> None:
         self._forced_tokens = forced_tokens
-        self._pool_wait = pool_wait
+        self.pool_wait = pool_wait
         self._max_replays = max_replays
         self.workers: list[WorkerConnection] = []
         """Those that are up."""
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step(())
-        self._late: set[SequenceState] = set()
-        """Sequences with a late mask, until a later step collects it or they are freed."""
-        self._changed: set[SequenceState] = set()
-        """Sequences that were edited, moved or failed since the last step."""
+        self._is_changed = False
+        """Whether a sequence has failed, or lost its worker, since the last step."""
         self._holding: set[SequenceState] = set()
         """Sequences of a backend that holds the interpreter lock while it computes a mask."""
         self.quarantine = Quarantine()
         self.replays = 0
         """Sequences that outlived their worker and are opened on another one, since the start."""
         self._events: deque[Callable[[], None]] = deque()
-        self._closed = False
+        self.unavailable: PoolUnavailable | None = None
+        """Why no worker will take a sequence, as far as is known."""
         self._poller = select.poll()
 
     def announce(self, event: Callable[[], None]) -> None:
         """Have the engine's thread call `event`: at its next call, or while it waits in `collect`. From any thread."""
         self._events.append(event)
+
+    def _receive(self) -> None:
+        """Read what the workers have answered, and handle the events."""
+        for worker in self.workers:
+            if worker.receive():
+                self._is_changed = True
+        self._handle_events()
 
     def _handle_events(self) -> None:
         while self._events:
@@ -122,7 +119,7 @@ class Dispatcher:
         """
         if worker not in self.workers:
             return
-        self._changed.update(worker.receive())  # what it answered before its end still counts
+        worker.receive()  # what it answered before its end still counts
         self._poller.unregister(worker.channel.fd)
         self.workers.remove(worker)
         if culprit is None:
@@ -149,11 +146,12 @@ class Dispatcher:
                 self._fail(state, died if state in busy and isinstance(error, WorkerDied) else error)
         for part in self._step.parts:
             if part.worker is worker:
-                self._step.take(part)
+                self._step.waiting.update(part.look())
+                part.select(part.ready)
         for state in worker.sequences.values():
             self.replays += state.error is None
             state.leave()
-            self._changed.add(state)
+        self._is_changed = True
         worker.sequences.clear()
         worker.close()
 
@@ -172,12 +170,11 @@ class Dispatcher:
     def _fail(self, state: SequenceState, error: GuidedError) -> None:
         """Fail a sequence for another reason than a worker's answer."""
         state.error = state.error or error
-        self._changed.add(state)
+        self._is_changed = True
 
     def close(self) -> None:
         """Give up all connections and memory. Every open sequence is lost."""
-        self._closed = True
-        error = PoolUnavailable("the pool is shut down")
+        self.unavailable = error = PoolUnavailable("the pool is shut down")
         for state in self._sequences.values():
             self._fail(state, error)
         self._handle_events()
@@ -194,8 +191,6 @@ class Dispatcher:
         for sequence_id in sequence_ids:
             state = self._sequences.pop(sequence_id, None)
             if state is not None:
-                self._late.discard(state)
-                self._changed.discard(state)
                 self._holding.discard(state)
                 if state.worker is not None:
                     state.worker.free(state)
@@ -206,33 +201,24 @@ class Dispatcher:
     def rollback(self, sequence_id: int, length: int) -> None:
         state = self._sequences.get(sequence_id)
         if state is not None and state.worker is not None:
-            if state.changed_from is None:
-                state.changed_from = length
-            else:
-                state.changed_from = min(state.changed_from, length)
-            self._changed.add(state)
+            state.worker.cut(state, length)
 
-    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self._handle_events()
         previous = self._step
-        same = sequences is previous.sequences and type(sequences) is tuple
-        if same and previous.all_ready and not self._changed:
-            step = self._step = _Step(sequences)
-            step.parts = previous.parts
-        else:
-            step = self._assign(sequences)
+        is_same = batch is not None and batch == previous.batch
+        if not (is_same and previous.all_ready and not self._is_changed):
+            self._assign(sequences, batch)
+        self._step.all_ready = False
         outputs = last_tokens(sequences)
-        for part in step.parts:
+        for part in self._step.parts:
             part.send_outputs(*outputs)
         send_all(self.workers)
 
-    def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
+    def _assign(self, sequences: Sequence[GuidedSequence], batch: int | None) -> None:
         """Begin a step: open the sequences that have no worker, and group the rows by worker."""
-        step = self._step = _Step(sequences)
-        for changed in self._changed:
-            if changed.worker is not None and changed.changed_from is not None:
-                changed.worker.edit(changed)
-        self._changed.clear()
+        step = self._step = _Step(sequences, batch)
+        self._is_changed = False
         rows = dict[int, SequenceState]()
         for row, sequence in enumerate(sequences):
             state = self._sequences.get(sequence.sequence_id)
@@ -241,7 +227,6 @@ class Dispatcher:
             else:
                 rows[row] = state
         self._add_rows(step, rows)
-        return step
 
     def _add_rows(self, step: _Step, rows: Mapping[int, SequenceState]) -> None:
         """Add rows to a step: open the sequences that have no worker, and group the rows by worker."""
@@ -255,19 +240,21 @@ class Dispatcher:
                 step.waiting[row] = state
             else:
                 parts.setdefault(state.worker, {})[row] = state
-        step.parts += [StepPart(worker, list(part), list(part.values())) for worker, part in parts.items()]
+        step.parts += [StepPart(worker, part) for worker, part in parts.items()]
+
+    def refusal(self, constraint: Constraint) -> GuidedError | None:
+        """Return why no sequence of a constraint is opened now, or None."""
+        return self.unavailable or self.quarantine.error(constraint.key)
 
     def _place(self, state: SequenceState) -> None:
         """Open a sequence, if a worker can take it now. Fail it if it waited too long, or its grammar ends workers."""
-        able = [worker for worker in self.workers if worker.has_slot()]
-        error: GuidedError | None = self.quarantine.error(state.grammar.constraint.key)
-        if self._closed:
-            error = PoolUnavailable("the pool is shut down")
-        elif not able:
+        able = [worker for worker in self.workers if worker.free_slot() is not None]
+        error = self.refusal(state.grammar.constraint)
+        if not able:
             now = time.monotonic()
-            state.waits_until = min(state.waits_until, now + self._pool_wait)
+            state.waits_until = min(state.waits_until, now + self.pool_wait)
             if now >= state.waits_until:
-                error = PoolUnavailable(f"no mask worker could take the sequence for {self._pool_wait:g} s")
+                error = PoolUnavailable(f"no mask worker could take the sequence for {self.pool_wait:g} s")
         if error is not None:
             self._fail(state, error)
         elif able:
@@ -302,11 +289,8 @@ class Dispatcher:
                 if status[index] & CHECKED:
                     length, final, keyword = table.veto[part.slots[index]].item()
                     found.note(int(part.rows[index]), sequence, VetoReport(length, final, keyword.decode()))
-            if self._late:
-                self._late.difference_update(part.ready_states())
         step.all_ready = ready_rows == len(step.sequences)
         found.late = sorted(undecided)
-        self._late.update(undecided.values())
         return found
 
     def _wait_for_step(self, step: _Step, deadline: float) -> dict[int, SequenceState]:
@@ -314,8 +298,7 @@ class Dispatcher:
         while True:
             for worker in self.workers:
                 worker.request_wakeup()
-                self._changed.update(worker.receive())
-            self._handle_events()
+            self._receive()
             waiting = dict(step.waiting)
             step.waiting.clear()
             self._add_rows(step, waiting)
@@ -324,21 +307,28 @@ class Dispatcher:
             now = time.monotonic()
             if not undecided or now >= deadline:
                 return undecided
-            polled = self._poller.poll(math.ceil(1000 * min(_LOOK_SECONDS, deadline - now)))
+            if deadline - now < _LOOK_SECONDS:  # `poll` waits for whole milliseconds
+                time.sleep(min(_SHORT_SECONDS, deadline - now))
+                timeout = 0.0
+            else:
+                timeout = 1000 * _LOOK_SECONDS
+            polled = self._poller.poll(timeout)
             if any(happened & select.POLLHUP for _, happened in polled):  # a supervisor is about to announce its end
                 time.sleep(_LOOK_SECONDS)
 
-    def decided(self) -> list[int]:
-        if not self._late:
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        if not sequence_ids:
             return []
-        self._handle_events()
-        for worker in self.workers:
-            self._changed.update(worker.receive())
+        self._receive()
         now = time.monotonic()
-        if any(worker.has_slot() for worker in self.workers):
+        if any(worker.free_slot() is not None for worker in self.workers):
             now = math.inf  # those that wait for one can be opened now
-        return sorted(
-            state.sequence.sequence_id
-            for state in self._late
-            if state.error is not None or state.is_ready or (state.worker is None and now >= state.waits_until)
-        )
+        return [sequence_id for sequence_id in sequence_ids if self._is_decided(sequence_id, now)]
+
+    def _is_decided(self, sequence_id: int, now: float) -> bool:
+        state = self._sequences.get(sequence_id)
+        if state is None or state.error is not None:
+            return True
+        if state.worker is None:
+            return now >= state.waits_until
+        return state.is_ready

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import subprocess
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -23,6 +27,28 @@ TICK_SECONDS = 0.2
 """Interval in which a wait looks whether it is to end, and of readings of an actor's memory: one that takes 1 GiB/s is
 found 0.2 GiB above its limit."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def start_program(
+    module: str, descriptors: Sequence[int], *arguments: str, environment: Mapping[str, str | None], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a module of this package as a program, which can import what this process can.
+
+    Args:
+        descriptors: the program has these, and their numbers as its first arguments.
+        environment: variables that it has in addition; None removes one.
+        options: of `subprocess.Popen`.
+    """
+    path = [os.environ.get("PYTHONPATH"), *sys.path]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, descriptors), *arguments],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # stderr
+        env={name: value for name, value in variables.items() if value is not None},
+        **options,
+    )
 
 
 def enter_session() -> None:

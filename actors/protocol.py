@@ -98,8 +98,8 @@ class Channel:
         self._steps = self._grammars = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._steps.bind(self.path)
         self._steps.listen(2)
-        self._unsent: deque[Package] = deque()
-        self._unsent_grammars: deque[Package] = deque()
+        self._unsent: tuple[deque[Package], deque[Package]] = (deque(), deque())
+        """Grammars, and messages."""
 
     def accept(self, timeout: float) -> bool:
         """Return whether the worker connected within `timeout` seconds. Nothing can connect after this."""
@@ -121,19 +121,17 @@ class Channel:
         """The descriptor to poll: readable if there is a message; `POLLHUP` once the worker's end is closed."""
         return self._steps.fileno()
 
-    def send(self, message: bytes) -> None:
-        """Queue a message, and send what the socket takes now. A lost connection is noticed by its supervisor."""
-        self._unsent.append(message)
-        self.push()
+    def send(self, package: Package, is_grammar: bool = False) -> None:
+        """Queue a message or a grammar, and send what the sockets take now.
 
-    def send_grammar(self, grammar: Package) -> None:
-        """Queue a grammar, and send it if its socket takes it now."""
-        self._unsent_grammars.append(grammar)
+        A lost connection is noticed by its supervisor.
+        """
+        self._unsent[not is_grammar].append(package)
         self.push()
 
     def push(self) -> None:
         """Send what is left of the queues."""
-        for end, unsent in ((self._grammars, self._unsent_grammars), (self._steps, self._unsent)):
+        for end, unsent in zip((self._grammars, self._steps), self._unsent, strict=True):
             with contextlib.suppress(OSError):  # the socket's buffer is full, or the connection is lost
                 while unsent:
                     unsent[0] = packed(unsent[0])  # once, however often it is tried

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import select
 import threading
 import time
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -53,20 +54,19 @@ _ENDS: Mapping[EndCause, tuple[type[GuidedError], str]] = {
     **dict.fromkeys(("load", "import"), _SLOW_LOAD),
     **dict.fromkeys(("frozen", "transfer"), _STILL),
 }
+_RETRY_START_SECONDS = 30.0
+"""Pause before another attempt to start a pool that could not be started."""
 _log = logging.getLogger(__name__)
 
 
 class RayPool(Dispatcher):
-    """A `MaskPool` of Ray actors. Ready to use when it is constructed.
+    """A `MaskPool` of Ray actors. They start in the background with the first constraint, or with `start`.
 
     Args:
         vocabulary: the vocabulary of the masks.
         options: None is `RayPoolOptions()`.
         pin: called with each actor's mask column before it is up, on other threads: see `pin_masks`.
         changes: fields of `RayPoolOptions` that replace those of `options`.
-
-    Raises:
-        PoolUnavailable: Ray can't be reached or started, or an actor didn't start; says why.
     """
 
     def __init__(
@@ -77,27 +77,47 @@ class RayPool(Dispatcher):
         self.vocabulary = vocabulary
         self.pin = pin
         self._supervisors: list[Supervisor] = []
-        with contextlib.ExitStack() as undo:
-            # Its processes take seconds to warm up, so they start before Ray.
-            self._compiler = Compiler(vocabulary, options)
-            undo.callback(self._compiler.close)
-            self.cluster = Cluster.join(options.address)
-            undo.callback(self.cluster.leave)
-            self.cluster.check_room(options)
-            undo.callback(self.close)
-            undo.callback(self._stop_actors)
-            for index in range(options.actors):
-                self._supervisors.append(Supervisor(index, self))
-            self._wait_started()
-            self._undo = undo.pop_all()
+        self._starting = threading.Lock()
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(self.close)
 
-    def _wait_started(self) -> None:
-        """Wait for the first actor that is up, and some seconds for the others: Ray may have to wait for CPUs."""
+    def start(self) -> None:
+        """Start Ray and the actors in the background, unless that has begun. Until then, sequences wait for them."""
+        with self._starting:
+            if self._supervisors or self.unavailable is not None:
+                return
+            _log.info("starting the Ray pool: it takes some 5 s and 1.2 GB of memory; pool='inline' takes neither")
+            self.pool_wait = math.inf
+            self._compiler = Compiler(self.vocabulary, self.options)
+            self._undo.callback(self._compiler.close)
+            self.cluster = Cluster.join(self.options.address)
+            self._undo.callback(self.cluster.leave)
+            self._undo.callback(self._stop_actors)
+            for index in range(self.options.actors):
+                self._supervisors.append(Supervisor(index, self))
+
+    def started(self) -> Self:
+        """Wait for the first actor that is up, and some seconds for the others: Ray may have to wait for CPUs.
+
+        Raises:
+            PoolUnavailable: Ray can't be reached or started, or no actor starts; says why.
+        """
+        self.start()
         starting = {supervisor.started: supervisor for supervisor in self._supervisors}
         if all(started.exception() is not None for started in as_completed(starting)):
             self._supervisors[0].started.result()
         for started in wait(starting, CALL_SECONDS).not_done:
             _log.warning("mask actor %d is not up yet: the pool begins without it", starting[started].index)
+        return self
+
+    def note_state(self, error: PoolUnavailable | None) -> None:
+        """Note that an actor is up, or why it did not start. From the supervisors' threads."""
+        with self._starting:
+            if error is None:
+                self.pool_wait = self.options.pool_wait
+                self.unavailable = None
+            elif math.isinf(self.pool_wait) and all(supervisor.state == "down" for supervisor in self._supervisors):
+                self.unavailable = error
 
     def _stop_actors(self) -> None:
         """End the actors. One that still runs after some seconds ends with this process."""
@@ -108,7 +128,8 @@ class RayPool(Dispatcher):
             supervisor.thread.join(max(0.0, deadline - time.monotonic()))
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        error = self.quarantine.error(constraint.key)
+        self.start()
+        error = self.refusal(constraint)
         if error is None:
             return self._compiler.compile(constraint, backends)
         refused: Future[Grammar] = Future()
@@ -116,6 +137,8 @@ class RayPool(Dispatcher):
         return refused
 
     def status(self) -> PoolStatus:
+        if not self._supervisors:
+            return PoolStatus("ray")
         return PoolStatus(
             name="ray",
             workers=[supervisor.status() for supervisor in self._supervisors],
@@ -145,7 +168,7 @@ class Supervisor:
         self._pool = pool
         self._options = pool.options
         self._memory = memory_limit(pool.options.actor_memory_bytes)
-        self._state: WorkerState = "starting"
+        self.state: WorkerState = "starting"
         self._incarnation = 0
         self._up: tuple[WorkerConnection, ActorLocation] | None = None
         """Set while the actor is up."""
@@ -163,7 +186,7 @@ class Supervisor:
         return WorkerStatus(
             index=self.index,
             incarnation=self._incarnation,
-            state=self._state,
+            state=self.state,
             pid=location and location.pid,
             node=location and location.host,
             node_id=location and location.node_id,
@@ -184,15 +207,22 @@ class Supervisor:
                 if not self.started.done():
                     self.started.set_exception(error)
                 if not self.stopping.is_set():
-                    self._state = "down"
+                    self.state = "down"
                     self._record_end("not_started", error.message)
-                self.stopping.wait(RETRY_SECONDS)
+                    self._pool.note_state(error)
+                if self._pool.unavailable is None:
+                    pause = RETRY_SECONDS
+                else:
+                    pause = _RETRY_START_SECONDS
+                self.stopping.wait(pause)
 
     def _live(self) -> None:
         """Run one incarnation from start to end. Raises if it does not start."""
         began = time.monotonic()
         process: psutil.Process | None = None
         """None: it is on another node."""
+        if not self._incarnation:
+            self._pool.cluster.check_room(self._options, self.stopping)
         session = self._pool.cluster.session(self.stopping)
         where = (*self._pool.cluster.reserved(self._options), self.index)
         arguments = (self._pool.vocabulary, self._memory, self._options.forced_tokens, self._options.preload)
@@ -214,8 +244,9 @@ class Supervisor:
                 self._pool.pin(connection.table.mask)
             _log.info("mask actor %d (pid %d) is up after %.1f s", self.index, location.pid, time.monotonic() - began)
             self._up = (connection, location)
-            self._state = "up"
+            self.state = "up"
             self._pool.announce(partial(self._pool.add, connection))
+            self._pool.note_state(None)
             if not self.started.done():
                 self.started.set_result(None)
             watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
@@ -231,7 +262,7 @@ class Supervisor:
                     kill(process)
             finally:  # whatever happens: its sequences would wait for ever
                 self._up = None
-                self._state = "restarting"
+                self.state = "restarting"
                 error = self._error_of(cause, location.pid)
                 self._pool.announce(partial(self._pool.end, connection, error, cause, culprit))
         finally:

@@ -125,12 +125,8 @@ class StepServer:
         self._table = table
         self._forced_tokens = forced_tokens
         self._give_up = give_up
-        mark = table.mark  # writing an item of a memoryview takes half of the time that it takes in an array
-        self._busy = mark["busy"][0].data
-        self._since = mark["since"][0].data
-        self._seconds: Any = table.seconds.data
-        self._ready = table.ready.data
-        self._wake = table.wake.data
+        self._busy = table.mark["busy"][0]
+        self._since = table.mark["since"][0]
         self._lock = threading.Lock()
         """For the following. The second thread reads from `end` only while the first one fills a row."""
         self._slots: dict[int, _Slot] = {}
@@ -331,7 +327,7 @@ class StepServer:
         self._worker.free([slot.number])
         del self._slots[slot.number]
         self._table.status[slot.number] = OK
-        self._ready[slot.number] = slot.freed
+        self._table.ready[slot.number] = slot.freed
 
     def _fill(self, thread: int, slot: _Slot, target: int, token: int, changes: list[Open | Edit]) -> None:
         table = self._table
@@ -353,7 +349,7 @@ class StepServer:
         if error is None and self._forced_tokens:
             self._worker.look_ahead(number, table.mask[number], table.forced[number])
         seconds = time.monotonic() - self._since[thread]
-        slot.seconds = self._seconds[number] = seconds
+        slot.seconds = table.seconds[number] = seconds
         slot.grammar.seconds = min(slot.grammar.seconds, seconds)
         if error is None:
             if number in self._worker.steered:
@@ -366,7 +362,7 @@ class StepServer:
                 table.veto[number] = vetoed.report()
             if status:
                 table.status[number] = status
-            self._ready[number] = target
+            table.ready[number] = target
         else:
             _log.warning("request %s (slot %d) failed: %s: %s", slot.request_id, number, error.code, error)
             send_package(self._end, encode(Failed(number, target, to_wire(error))))
@@ -380,6 +376,6 @@ class StepServer:
         self._worker.open(opening.slot, loaded, tokens=opening.tokens, budget=opening.budget, final=opening.final)
 
     def _wake_engine(self) -> None:
-        if self._wake[0]:
-            self._wake[0] = 0
+        if self._table.wake[0]:
+            self._table.wake[0] = 0
             send_package(self._end, WAKE)

@@ -33,6 +33,7 @@ from benchmarks.servers import guided_server
 from benchmarks.workload import read_rows
 from engine.default_model import checkpoint_path
 from engine.server.request.bodies import ChatRequest
+from engine.server.request.constraints import RequestedConstraint
 from engine.server.request.tools import requested_calls
 from guided.backends import AUTO, Backends, candidates
 from guided.check.check import vocabulary_of
@@ -121,13 +122,13 @@ def judge(backends: Backends, question: Mapping[str, Any]) -> dict[str, Any]:
     body = ChatRequest.model_validate(fields, context={"ignored": []})
     refused: dict[str, list[str]] = {}
     with suppress(InvalidConstraint):
-        found = requested_calls(body, _SERVER, None, refused)  # type: ignore[arg-type]
+        found = requested_calls(body, _SERVER, RequestedConstraint(), refused)  # type: ignore[arg-type]
         calls = found[0] if isinstance(found, tuple) else found  # a tuple before only parts of a schema were free
         assert calls is not None
         document = {"type": "structural_tag", "format": answer_format(calls, None, "no", None)}
         constraint = Constraint.structural_tag(document)
         compile_constraint(backends, constraint, candidates("structural_tag", AUTO))
-        schemas = {function.name: function.parameters for function in calls.functions}
+        schemas = {function.name: function.parameters.value for function in calls.functions}
         right = [call for call in question["calls"] if isinstance(call, dict)]
         outcomes = [
             _replay(backends, schemas[name.replace(".", "_")], _arguments(options))

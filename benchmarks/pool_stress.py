@@ -56,7 +56,7 @@ def driven(vocabulary: Any = None, **options: Any) -> Iterator[Any]:
     """Open a pool with two actors, driven by `DrivenPool`."""
     from actors import RayPool
 
-    pool = RayPool(vocabulary or _support("byte_vocabulary").BYTES, num_actors=2, **options)
+    pool = RayPool(vocabulary or _support("byte_vocabulary").BYTES, num_actors=2, **options).started()
     try:
         made = _support("driven_pool").DrivenPool(pool)
         while not made.all_up():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -17,10 +17,9 @@ from engine.llm_engine import LLMEngine
 from engine.logits_processors.loading import describe, load_post_processor
 from engine.model.loader import LoadedModel, load_model
 from guided.pools.inline import InlinePool
-from guided.pools.opening import LazyPool
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import MaskPool
-from guided.processors.interface import LogitPostProcessor
+from guided.processors.logit_post_processor import LogitPostProcessor
 from guided.processors.pinned_masks import Pin, pin_masks
 from guided.vocabulary import Vocabulary
 
@@ -124,21 +123,27 @@ def default_pool() -> PoolChoice:
 def open_pool(
     choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOptions, pin: Pin | None = None
 ) -> MaskPool:
-    """Open a mask pool. The caller shuts it down. `pin`: see `RayPool`."""
+    """Open a mask pool. The caller shuts it down. `pin`: see `RayPool`.
+
+    Args:
+        choice: None is the default pool, which starts with the first constraint if it is that of Ray actors.
+    """
     if not isinstance(options, RayPoolOptions):
         options = RayPoolOptions(**(options or {}))
-    if choice is None:
-        choice = default_pool()
-        if choice == "ray":
-            return cast(MaskPool, LazyPool(vocabulary, partial(open_pool, "ray", vocabulary, options, pin)))
-    if choice == "inline":
+    name = choice or default_pool()
+    if name == "inline":
         return InlinePool(vocabulary, max_cache_bytes=options.max_cache_bytes, forced_tokens=True)
-    if choice == "ray":
-        if find_spec("ray") is None:
-            raise ModuleNotFoundError("No module named 'ray'")
-        from actors import RayPool  # Ray is optional and slow to import
+    if name != "ray":
+        raise ValueError(f"pool is {name!r}; it must be inline, ray, or a MaskPool")
+    if find_spec("ray") is None:
+        raise ModuleNotFoundError("No module named 'ray'")
+    from actors import RayPool  # Ray is optional
 
-        logger.info("opening the Ray pool: it takes some 5 s and 1.2 GB of memory; pool='inline' takes neither")
-        pool: MaskPool = RayPool(vocabulary, options, pin, forced_tokens=True)
-        return pool
-    raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")
+    pool = RayPool(vocabulary, options, pin, forced_tokens=True)
+    if choice is not None:
+        try:
+            pool.started()
+        except BaseException:
+            pool.shutdown()
+            raise
+    return pool

@@ -14,7 +14,7 @@ from engine.sampler import SamplerOutput, ranked_logprobs
 from engine.step.batch import Batch
 from engine.step.logprobs import TokenLogprobs
 from engine.step.sequence import SequenceGroup, SequenceStatus
-from guided.processors.interface import LogitPostProcessor
+from guided.processors.logit_post_processor import LogitPostProcessor
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from engine.sampling_params import SamplingParams
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 from guided.vocabulary import Vocabulary
 
 _GOES_ON = re.compile(rb"\w\B")

@@ -10,8 +10,8 @@ from engine.step.logprobs import TokenLogprobs
 from engine.step.scheduler import Scheduler
 from engine.step.sequence import Sequence, SequenceStatus
 from guided.errors import GuidedError, InternalError, PostProcessorFailed, bounded
-from guided.processors.bundle import ProcessorBundle
-from guided.processors.interface import SampledEdit
+from guided.processors.logit_post_processor import SampledEdit
+from guided.processors.post_processors import PostProcessors
 from guided.sequence import SequenceOutput, VetoReport
 
 
@@ -19,7 +19,7 @@ class Edits:
     """Rolls outputs back, appends forced tokens, and stops sequences."""
 
     def __init__(
-        self, processor: ProcessorBundle, scheduler: Scheduler, requests: Requests, stats: EngineStats, vocab_size: int
+        self, processor: PostProcessors, scheduler: Scheduler, requests: Requests, stats: EngineStats, vocab_size: int
     ) -> None:
         self._processor = processor
         self._scheduler = scheduler

@@ -18,8 +18,8 @@ from engine.beams import advance_beams, show_result
 from engine.config import EngineConfig
 from engine.edits import Edits
 from engine.keywords import accept
+from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
 from engine.logits_processors.loading import bundle, describe, load_classes
-from engine.logits_processors.processors import LogitsProcessors
 from engine.memory.block_manager import BlockManager
 from engine.memory.kv_cache import plan_cache
 from engine.model.loader import LoadedModel
@@ -35,7 +35,7 @@ from engine.step.scheduler import Scheduler
 from engine.step.sequence import SequenceGroup, SequenceStatus
 from guided.errors import DeadEnd, InternalError, bounded
 from guided.pools.protocol import MaskPool
-from guided.processors.interface import ApplyReport, LogitPostProcessor
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ class LLMEngine:
         )
         self.runner.start(self.blocks)
         description = describe(model, config, self.max_model_len)
-        self.logits_processors = LogitsProcessors(description, model.device, load_classes(config))
+        self.logits_processors = CustomLogitsProcessors(description, model.device, load_classes(config))
         self.sampler = Sampler(self.logits_processors, model.vocabulary.stop_token_ids)
-        self.processor = bundle(pool, processor, description)
+        self.processor = bundle(pool, processor)
         on_cpu = model.device.type == "cpu"
         self.scheduler = Scheduler(
             self.blocks,
@@ -195,7 +195,7 @@ class LLMEngine:
         run once their mask is decided, or if nothing else can run: the step then waits for the first mask."""
         self.requests.update()
         if self.scheduler.late:
-            self.scheduler.resume(self.processor.decided())
+            self.scheduler.resume(self.processor.decided([sequence.seq_id for sequence in self.scheduler.late]))
         batch = self.scheduler.schedule()
         if batch.is_empty and self.scheduler.late:
             self.scheduler.resume()
@@ -207,7 +207,7 @@ class LLMEngine:
         if batch.processed:
             started = time.perf_counter()
             self._prepared = batch
-            self.processor.prepare(batch.processed, batch.processed_rows)
+            self.processor.prepare(batch.processed, batch.processed_rows, batch.number)
             self._preparing = time.perf_counter() - started
             self.stats.prepare_seconds += self._preparing
         self.logits_processors.begin(batch)

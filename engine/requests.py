@@ -13,14 +13,14 @@ from engine.step.scheduler import Scheduler
 from engine.step.sequence import Sequence, SequenceGroup, SequenceStatus
 from guided.errors import BackendError, GuidedError, bounded
 from guided.pools.protocol import CLIENT, Grammar
-from guided.processors.bundle import ProcessorBundle
+from guided.processors.post_processors import PostProcessors
 
 
 class Requests:
     """The groups that have not ended, and those that have changed since the last report. `eos_token_id` is the model's
     first stop token."""
 
-    def __init__(self, processor: ProcessorBundle, scheduler: Scheduler, stats: EngineStats, eos_token_id: int) -> None:
+    def __init__(self, processor: PostProcessors, scheduler: Scheduler, stats: EngineStats, eos_token_id: int) -> None:
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
         self.changed: dict[SequenceGroup, None] = {}

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from engine.logits_processors.processors import LogitsProcessors
+from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
 from engine.sampling_params import GREEDY_BELOW
 from engine.step.batch import Batch
 from engine.step.logprobs import TokenLogprobs
@@ -66,7 +66,7 @@ class Sampler:
     """Call once per step: `adjust` before the mask, `sample` after it. `stop_token_ids` are the model's own. Raw
     log-probabilities are those before bias, penalties, mask and temperature (vLLM's default)."""
 
-    def __init__(self, processors: LogitsProcessors, stop_token_ids: Tokens[int]) -> None:
+    def __init__(self, processors: CustomLogitsProcessors, stop_token_ids: Tokens[int]) -> None:
         self.processors = processors
         self._stop_token_ids = stop_token_ids
         self._raw: Tensor | None = None

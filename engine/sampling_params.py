@@ -174,7 +174,7 @@ class SamplingParams:
     constraint: Constraint | None = field(default=None, repr=False)
     """The constraint that the fields above define. A ready `Constraint` can be given instead of these fields."""
     parser: Callable[[], Any] | None = field(default=None, repr=False)
-    """Makes the parser (`guided.tools.parser`) that finds the free text of an output, in which `stop` is searched."""
+    """Makes the parser (`guided.tools.output_parser`) that finds the free text of an output, for `stop`."""
 
     def __new__(cls, *values: Any, **fields: Any) -> SamplingParams:
         refuse_unknown(cls.__name__, fields, cls.__dataclass_fields__)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from guided.processors.interface import ApplyReport
+from guided.processors.logit_post_processor import ApplyReport
 
 KEPT_MASS_BOUNDS = (0.0001, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 """Upper bounds of the classes of `EngineStats.kept_mass`."""

@@ -76,7 +76,7 @@ def decode(model: Any, processor: GuidedProcessor, requests: list[Request], max_
                 running.append(index)
             except GuidedError as error:
                 end(index, error)
-        for index in processor.decided() if running else list(late):  # late rows with a mask by now
+        for index in processor.decided(late) if running else list(late):  # late rows with a mask by now
             late.remove(index)
             running.append(index)
         if not running:

@@ -23,9 +23,9 @@ from guided.errors import (
 from guided.fields.output_types import constraint_for, parse_as
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, MaskPool
-from guided.processors.bundle import ProcessorBundle
-from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
-from guided.processors.standard import DecodeStep, GuidedProcessor, decode_step
+from guided.processors.guided_processor import DecodeStep, GuidedProcessor, decode_step
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processors.post_processors import PostProcessors
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -51,7 +51,7 @@ __all__ = [
     "MaskPool",
     "MaskTimeout",
     "PoolUnavailable",
-    "ProcessorBundle",
+    "PostProcessors",
     "SampledEdit",
     "TokenRejected",
     "UnsupportedConstraint",

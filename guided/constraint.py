@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import LIMITS
-from guided.schema.keywords import at
+from guided.schema.keywords import replaced
 from guided.tags.structural_tag import Content, Node, contents, located, parse, read
 
 if TYPE_CHECKING:
@@ -70,25 +71,23 @@ class Constraint:
     keywords that are probably misspelt, with a remark in parentheses."""
     closed: tuple[str, ...] = field(default=(), compare=False)
     """JSON pointers to the objects that have only their named properties because of `open_objects=False`."""
+    origin: tuple[str, str] = field(default=("", ""), compare=False)
+    """The field of a request that describes the constraint, and the JSON pointer within this field."""
 
     @cached_property
     def key(self) -> str:
         """Canonical key of 32 hex digits, equal for equal constraints in every process."""
-        text = "\x1f".join((self.kind, self.source, "\x1e" if self.whitespace is None else self.whitespace))
-        if self.strict:
-            text += "\x1fstrict"
-        if self.open_objects is None:
-            text += ""
-        else:
-            text += f"\x1f{self.open_objects}"
+        text = repr((self.kind, self.source, self.whitespace, self.strict, self.open_objects))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     @classmethod
     def of_kind(cls, kind: ConstraintKind, value: Any, *, param: str, **options: Any) -> Constraint:
         """Create a constraint with the class method of its kind. Options that this method does not have are ignored."""
-        create: Callable[..., Constraint] = getattr(cls, kind)
         taken = {name: option for name, option in options.items() if name in _OPTIONS.get(kind, ())}
-        return create(*(() if kind == "json_object" else (value,)), param=param, **taken)
+        if kind == "json_object":
+            return cls.json_object(param=param, **taken)
+        create: Callable[..., Constraint] = getattr(cls, kind)
+        return create(value, param=param, **taken)
 
     @classmethod
     def json_schema(
@@ -98,6 +97,7 @@ class Constraint:
         whitespace: str | None = None,
         open_objects: bool | None = None,
         strict_schema: bool = False,
+        faults: Iterable[str] | None = None,
         param: str = "json_schema",
     ) -> Constraint:
         """The output is JSON text that validates against `schema` (an object, a boolean, or either as JSON text).
@@ -108,6 +108,8 @@ class Constraint:
                 except for keys that are nearly a declared name. None: as the schema is written.
             strict_schema: refuse keywords that are only checked when the output ends, and formats that are not in the
                 specification, which are otherwise listed in `not_enforced`.
+            faults: JSON pointers into a schema that need not be enforced. The smallest parts around them, and around
+                what is not valid, may have any value, and are listed in `not_enforced`. None: all of it is enforced.
 
         Raises:
             InvalidConstraint: `schema` is not JSON, is not a schema (with a JSON pointer), or has a remote `$ref`.
@@ -117,17 +119,27 @@ class Constraint:
         from guided.schema import document as schema_checks
 
         notes: list[str] = []
-        document = schema_checks.parse(schema, param, notes, strict=strict_schema)
-        source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+        if faults is None:
+            document = schema_checks.parse(schema, param, notes, strict=strict_schema)
+        else:
+            document = schema_checks.relaxed(schema, faults, notes)
+        source = _json(document)
         _check_text(source, "JSON schema", param)
         spaces = _whitespace(whitespace, param)
-        closed = () if open_objects is not False else schema_checks.closed_objects(document)
-        return cls("json_schema", source, spaces, strict_schema, open_objects, not_enforced=tuple(notes), closed=closed)
+        closed: tuple[str, ...] = ()
+        if open_objects is False:
+            closed = schema_checks.closed_objects(document)
+        return cls(
+            *("json_schema", source, spaces, strict_schema, open_objects),
+            not_enforced=tuple(notes),
+            closed=closed,
+            origin=(param, ""),
+        )
 
     @classmethod
     def json_object(cls, *, whitespace: str | None = None, param: str = "json_object") -> Constraint:
         """The output is any JSON object."""
-        return cls("json_object", "", _whitespace(whitespace, param))
+        return cls("json_object", "", _whitespace(whitespace, param), origin=(param, ""))
 
     @classmethod
     def regex(cls, pattern: str, *, param: str = "regex") -> Constraint:
@@ -136,7 +148,7 @@ class Constraint:
         if not pattern:
             raise InvalidConstraint("the regex is empty: only the empty output would match", param=param)
         LIMITS.check_regex(pattern, param)
-        return cls("regex", pattern)
+        return cls("regex", pattern, origin=(param, ""))
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, param: str = "choice") -> Constraint:
@@ -152,11 +164,11 @@ class Constraint:
         for index, option in enumerate(choices):
             if not isinstance(option, str) or not option:
                 raise InvalidConstraint("every choice is a non-empty string", param=param, pointer=f"/{index}")
-        source = json.dumps(list(dict.fromkeys(choices)), ensure_ascii=False, separators=(",", ":"))
+        source = _json(list(dict.fromkeys(choices)))
         for index, option in enumerate(choices):
             _check_text(option, "choice", param, pointer=f"/{index}")
         _check_text(source, "choice", param)
-        return cls("choice", source)
+        return cls("choice", source, origin=(param, ""))
 
     @classmethod
     def grammar(cls, text: str, *, param: str = "grammar") -> Constraint:
@@ -165,7 +177,7 @@ class Constraint:
         if not text.strip():
             raise InvalidConstraint("the grammar is empty: give at least one rule", param=param)
         LIMITS.check_grammar(text, param)
-        return cls("grammar", text)
+        return cls("grammar", text, origin=(param, ""))
 
     @classmethod
     def structural_tag(
@@ -177,7 +189,10 @@ class Constraint:
         strict_schema: bool = False,
         param: str = "structural_tag",
     ) -> Constraint:
-        """The output is free text with constrained parts: see `guided/tags/structural_tag.py`."""
+        """The output is free text with constrained parts: see `guided/tags/structural_tag.py`.
+
+        A schema, regex, choice or grammar in the tag may be a `Constraint` that has the same options.
+        """
         from guided.schema.document import MAX_NOTES
 
         if isinstance(tag, str):
@@ -185,33 +200,38 @@ class Constraint:
         document = read(tag, param)
         notes: list[str] = []
         closed: list[str] = []
-        schemas: list[tuple[str, Any]] = []
         options = {"open_objects": open_objects, "strict_schema": strict_schema}
         for content in contents(parse(document, param)):
-            with located(content, param):
-                inner = cls.of_kind(content.kind, content.value, param=param, **options)
+            if isinstance(content.value, Constraint):
+                inner = content.value
+            else:
+                with located(content, param):
+                    inner = cls.of_kind(content.kind, content.value, param=param, **options)
             notes += [content.pointer + pointer for pointer in inner.not_enforced]
             closed += [content.pointer + pointer for pointer in inner.closed]
-            if content.kind == "json_schema":
-                schemas.append((content.pointer.removesuffix("/json_schema"), inner.schema))
+            if content.value is not None:
+                document = replaced(document, content.pointer, inner)
         del notes[MAX_NOTES:], closed[MAX_NOTES:]
-        document = json.loads(json.dumps(document))
-        for place, schema in schemas:
-            at(document, place)["json_schema"] = schema
-        source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+        source = _json(document)
         _check_text(source, "structural tag", param)
         spaces = _whitespace(whitespace, param)
         return cls(
             *("structural_tag", source, spaces, strict_schema, open_objects),
             not_enforced=tuple(notes),
             closed=tuple(closed),
+            origin=(param, ""),
         )
 
     def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""
-        value = content.value
-        source = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return Constraint(content.kind, source, self.whitespace, self.strict, self.open_objects, self.leave_out)
+        source = ""
+        if isinstance(content.value, str):
+            source = content.value
+        elif content.value is not None:
+            source = _json(content.value)
+        origin = (self.origin[0], content.pointer)
+        options = (self.whitespace, self.strict, self.open_objects, self.leave_out)
+        return Constraint(content.kind, source, *options, origin=origin)
 
     @property
     def tag(self) -> Node:
@@ -221,33 +241,49 @@ class Constraint:
     @property
     def outline(self) -> Node:
         """The nodes of a `structural_tag` constraint. Arguments in any style stay contents, which is quick."""
-        return parse(json.loads(self.source), "structural_tag")
+        return _outline(self.source)
 
     @property
-    def schema(self) -> Any:
-        """The schema of a `json_schema` or `json_object` constraint."""
-        return json.loads(self.source or '{"type": "object"}')
+    def contents(self) -> Mapping[str, Constraint]:
+        """JSON pointers into a structural tag -> the constraints there. Other constraints have themselves at ""."""
+        if self.kind != "structural_tag":
+            return {"": self}
+        return {content.pointer: self.inner(content) for content in contents(self.outline)}
+
+    @property
+    def value(self) -> Any:
+        """What describes the constraint: a text, or else JSON, which is shared: callers do not change it."""
+        if self.kind in ("regex", "grammar"):
+            return self.source
+        return _loaded(self.schema_text)
+
+    @property
+    def schema_text(self) -> str:
+        """The schema of a `json_schema` or `json_object` constraint as JSON text."""
+        return self.source or '{"type": "object"}'
 
     @property
     def texts(self) -> regexes.Node | None:
         """The texts that satisfy a `regex` or `choice` constraint; None for other kinds. Raises as `parse` does."""
         return _texts(self.kind, self.source)
 
-    @property
-    def choices(self) -> list[str]:
-        """The options of a `choice` constraint."""
-        options: list[str] = json.loads(self.source)
-        return options
+
+_loaded = lru_cache(maxsize=8)(json.loads)  # a compilation asks several times for each of the following
 
 
-@lru_cache(maxsize=2)  # a compilation asks for the nodes several times
+@lru_cache(maxsize=2)
+def _outline(source: str) -> Node:
+    return parse(_loaded(source), "structural_tag")
+
+
+@lru_cache(maxsize=2)
 def _nodes(source: str, open_objects: bool | None) -> Node:
     from guided.tags.arguments import expand
 
-    return parse(json.loads(source), "structural_tag", partial(expand, open_objects=open_objects))
+    return parse(_loaded(source), "structural_tag", partial(expand, open_objects=open_objects))
 
 
-@lru_cache(maxsize=64)  # a compilation asks several times for the texts in a structural tag
+@lru_cache(maxsize=64)
 def _texts(kind: ConstraintKind, source: str) -> regexes.Node | None:
     from guided.regex import parser as regex_parser
     from guided.regex import tree as regexes
@@ -257,6 +293,11 @@ def _texts(kind: ConstraintKind, source: str) -> regexes.Node | None:
     if kind == "regex":
         return regex_parser.parse(source)
     return None
+
+
+def _json(value: Any) -> str:
+    """Write compact JSON. Constraints in it are written as their values."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=attrgetter("value"))
 
 
 def _check_text(text: object, what: str, param: str, pointer: str | None = None) -> None:

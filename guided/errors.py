@@ -63,7 +63,9 @@ class GuidedError(Exception):
     def __str__(self) -> str:
         if self.pointer is None:
             return self.message
-        return f"{self.message} (at {repr(self.pointer) if self.pointer else 'the root'})"
+        if not self.pointer:
+            return f"{self.message} (at the root)"
+        return f"{self.message} (at {self.pointer!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exception's own pickling drops keyword arguments; Ray and process pools pickle errors.
@@ -183,19 +185,19 @@ def from_wire(wire: Wire) -> GuidedError:
 
 def error_body(error: GuidedError) -> dict[str, Any]:
     """Return an error in OpenAI's shape, with a `pointer`, for the body of a response or an event of a stream."""
-    if error.status < 500:
+    if error.status == 429:
+        kind = "rate_limit_error"
+    elif error.status < 500:
         kind = "invalid_request_error"
     else:
         kind = "server_error"
-    if error.status == 429:
-        kind = "rate_limit_error"
     fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code, "pointer": error.pointer}
     return {"error": fields}
 
 
 def error_headers(error: GuidedError) -> dict[str, str]:
     """Return the headers that say whether and when to try again, and for a 401 the authentication scheme."""
-    headers = {"x-should-retry": "true" if error.retryable else "false"}
+    headers = {"x-should-retry": str(error.retryable).lower()}
     if error.status in (429, 503):
         headers["retry-after"] = str(math.ceil(error.retry_after))
     if error.status == 401:

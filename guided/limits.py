@@ -124,23 +124,20 @@ class Limits:
                         message = f"brackets are nested deeper than {self.max_nesting} levels"
                         raise ConstraintTooLarge(message, param=param)
                 else:
+                    closed = 1
                     if len(repeated) > 1:
                         closed = repeated.pop()
-                    else:
-                        closed = 1
                     end = token.end()
                     repeated[-1] = max(repeated[-1], closed)
             elif kind is not None:  # neither an escape nor a class
+                inner = 1
                 if token.start() == end:
                     inner = closed
-                else:
-                    inner = 1
                 product = _bound(token) * inner
                 repeated[-1] = max(repeated[-1], product)
                 if product > self.max_repetition:
-                    if inner == 1:
-                        what = f"the repetition {bounded(token[0], 40)!r} goes"
-                    else:
+                    what = f"the repetition {bounded(token[0], 40)!r} goes"
+                    if inner > 1:
                         what = "nested repetitions go"
                     message = f"{what} beyond the limit of {self.max_repetition}"
                     raise ConstraintTooLarge(message, param=param)
@@ -148,8 +145,13 @@ class Limits:
 
 def _bound(token: re.Match[str]) -> int:
     """Return the largest number in a repetition, at least 1."""
-    numbers = [number for number in token.groups() if number and number.isdecimal()]
-    return max([1, *(int(number) if len(number) < 10 else 10**9 for number in numbers)])
+    largest = 1
+    for number in token.groups():
+        if number and number.isdecimal():
+            if len(number) >= 10:
+                return 10**9
+            largest = max(largest, int(number))
+    return largest
 
 
 LIMITS = Limits()

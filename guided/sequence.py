@@ -1,4 +1,4 @@
-"""What a post-processor knows of a sequence (`GuidedSequence`) and of a sampled token (`SequenceOutput`)."""
+"""The views of a sequence (`GuidedSequence`) and of a sampled token (`SequenceOutput`) that post-processors get."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ class GuidedSequence:
 
     request_id: str
     sequence_id: int
-    """Unique within the engine's life. It names the matcher."""
+    """The id of the sequence, which is unique within the life of the engine and of the pool."""
     output_token_ids: Sequence[int]
-    """All output tokens so far. The engine appends to it between steps."""
+    """All output tokens so far. The engine appends to this list between steps."""
     prompt_token_ids: Sequence[int] = ()
     sampling_params: Any = None
-    """The engine's own object; the standard post-processor does not read it."""
+    """The engine's own object. The standard post-processor does not read it."""
     constrained: bool = True
-    """It has a constraint. Others are for post-processors with `all_rows`."""
+    """Whether the sequence has a constraint. Only post-processors with `all_rows` get sequences without one."""
     eos_token_id: int | None = None
     """The model's first stop token."""
     budget: int | None = None
-    """The output tokens within which the constraint must be completed. None: the mask ignores the engine's limit."""
+    """The number of output tokens within which the constraint must be completed. None: masks ignore the engine's limit
+    of tokens."""
     final: int | None = None
-    """Set by the pool: the first `final` output tokens stay. It may take the others back (`StepMasks.vetoes`), if the
-    engine has set this to 0 because a keyword is only checked. None: no token is taken back."""
+    """The number of first output tokens that stay. The engine sets it to 0 if a keyword of the schema is only checked.
+    The pool then increases it, and may take back later tokens (`StepMasks.vetoes`). None: no token is taken back."""
     steered: bool = False
-    """Set by the pool: a mask was restricted, so that the output fits in `budget`."""
+    """Whether the pool has restricted a mask so that the output fits in `budget`."""
     mask_seconds: float | None = None
-    """The post-processor adds the time that the workers take for this sequence's masks, unless it is None."""
+    """The seconds that the workers have taken for the masks of this sequence. None: they are not measured."""
 
 
 class VetoReport(NamedTuple):
-    """What a worker says of a sequence of which it may take tokens back, after it has written the mask."""
+    """A worker's report about a sequence whose tokens it may take back. It comes with a mask."""
 
     length: int
-    """The mask is that after so many output tokens. If the output has more, the others are taken back."""
+    """The number of output tokens after which the mask applies. If the output has more, they are taken back."""
     final: int
-    """So many output tokens are never taken back."""
+    """The number of first output tokens that are never taken back."""
     keyword: str = ""
     """The keyword of the schema that was violated last."""
 
@@ -52,4 +53,4 @@ class SequenceOutput(NamedTuple):
     """The sequence that the token continues."""
     output_token: int
     logprobs: Mapping[int, Any]
-    """Log-probabilities by token id: of the token, and of as many others as the request asked for."""
+    """The log-probabilities of the token, and of as many others as the request asked for, by token id."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -162,5 +163,6 @@ def local_ray() -> Iterator[None]:
                 environment.setenv(name, value)
             environment.setenv("GUIDED_API_KEY", "not for Ray")
             cluster = Cluster.join()
+            cluster.session(threading.Event()).close()
         yield
         cluster.leave()

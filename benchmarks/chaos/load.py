@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from benchmarks.chaos.traffic import Example, Request, repeated
 from benchmarks.client import Answer, Choice, ask
-from engine.server.errors import QueueFull, ShuttingDown
+from engine.server.http_errors import QueueFull, ShuttingDown
 from guided.errors import GuidedError, InternalError
 
 REFERENCES = 4

@@ -37,7 +37,7 @@ def way_of(name: str, options: dict[str, Any]) -> Way:
         compile_limits=limits,
         max_cache_bytes=4 << 30,
         **options.get("pool", {}),
-    )
+    ).started()
     return Guided(pool, options.get("deadline", False))
 
 

@@ -15,7 +15,7 @@ from benchmarks.peers.rows import Document, RunningSequence
 from guided.constraint import Constraint
 from guided.errors import DeadEnd, GuidedError
 from guided.pools.protocol import Grammar, MaskPool
-from guided.processors.standard import GuidedProcessor
+from guided.processors.guided_processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 
 COMPILE_SECONDS = 600.0
@@ -39,7 +39,9 @@ class Guided(Way):
         self._backend = ""
         self._grammars: dict[tuple[str, str], Future[Grammar]] = {}
         self._guided: dict[int, GuidedSequence] = {}
-        self._batch: tuple[GuidedSequence, ...] = ()
+        self._batch: list[GuidedSequence] = []
+        self._number = 0
+        """The number of the batch."""
         self._logits_rows: NDArray[np.intp] = np.empty(0, np.intp)
         self._changed = True
         """The batch is not that of the last step."""
@@ -94,11 +96,12 @@ class Guided(Way):
         again = self._take_decided(len(sequences)) if self._late else 0
         if self._changed:  # as `engine.sampling_metadata` does
             running = [sequence for sequence in sequences if sequence.id not in self._late]
-            self._batch = tuple(self._guided[sequence.id] for sequence in running)
+            self._batch = [self._guided[sequence.id] for sequence in running]
+            self._number += 1
             self._logits_rows = np.array([sequence.row for sequence in running], np.intp)
             self._changed = False
         started = time.perf_counter()
-        self._processor.prepare(self._batch, self._logits_rows)
+        self._processor.prepare(self._batch, self._logits_rows, self._number)
         prepared = time.perf_counter() - started
         forward.start()
         logits = forward.wait()
@@ -121,7 +124,7 @@ class Guided(Way):
 
     def _take_decided(self, rows: int) -> int:
         """Let late sequences run again that are decided, or all if no other can run. Returns their number."""
-        decided = self._late.intersection(self._processor.decided())
+        decided = set(self._processor.decided(self._late))
         if not decided and len(self._late) == rows:
             decided = self._late.copy()
         self._late -= decided

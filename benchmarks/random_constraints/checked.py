@@ -79,7 +79,7 @@ def _answers(
     for schema, one, output in zip(taken, params, outputs, strict=True):
         end = _end(output)
         assert one.constraint is not None
-        if end == "stop" and not _is_valid(one.constraint.schema, output.outputs[0].text):
+        if end == "stop" and not _is_valid(one.constraint.value, output.outputs[0].text):
             end = "invalid"
             violations.append(f"{json.dumps(schema)[:300]}: {output.outputs[0].text!r}")
         counts[end] += 1

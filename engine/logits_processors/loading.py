@@ -10,9 +10,10 @@ from engine.config import EngineConfig
 from engine.logits_processors.interface import LogitsProcessor, ModelConfig, SchedulerConfig, VllmConfig, is_revised
 from guided.errors import bounded
 from guided.pools.protocol import MaskPool
-from guided.processors.bundle import ProcessorBundle
-from guided.processors.interface import LogitPostProcessor
-from guided.processors.standard import GuidedProcessor
+from guided.processors.guided_processor import GuidedProcessor
+from guided.processors.logit_post_processor import LogitPostProcessor
+from guided.processors.post_processors import PostProcessors
+from guided.processors.rfc_5423 import RFC5423Adapter, is_literal
 
 if TYPE_CHECKING:
     from engine.model.loader import LoadedModel  # slow: transformers
@@ -45,40 +46,65 @@ def load_classes(config: EngineConfig) -> list[type[LogitsProcessor]]:
 
 
 def load_post_processor(given: LogitPostProcessor | type | str, config: VllmConfig) -> LogitPostProcessor:
-    """Return an application's post-processor (RFC 5423), which is created from a class or `module:Class`.
+    """Return an application's post-processor, which is created from a class or `module:Class`.
+
+    Args:
+        given: a `LogitPostProcessor`, or a class that is written literally as in RFC 5423.
 
     Raises:
-        ValueError: `given` cannot be imported or created, or is not a `LogitPostProcessor`. The message names it.
+        ValueError: `given` cannot be imported or created, or is neither of the two. The message names it.
     """
-    processor: Any = import_named("post-processor", given) if isinstance(given, str) else given
-    name = getattr(processor, "__name__", type(processor).__name__)
+    loaded: Any = import_named("post-processor", given) if isinstance(given, str) else given
+    if inspect.isclass(loaded):
+        kind = loaded
+    else:
+        kind = type(loaded)
+    name = kind.__name__
+    if not issubclass(kind, LogitPostProcessor) and not is_literal(kind):
+        raise ValueError(f"{name} is not a subclass of guided.LogitPostProcessor (give an object, or module:Class)")
     try:
-        if inspect.isclass(processor) and issubclass(processor, LogitPostProcessor):
-            make: Any = processor
-            required = [param for param in inspect.signature(make).parameters.values() if param.default is param.empty]
+        if loaded is kind:
+            required = [param for param in inspect.signature(kind).parameters.values() if param.default is param.empty]
             takes_config = any(param.kind < param.VAR_POSITIONAL for param in required)
             if takes_config:
-                processor = make(config)
+                loaded = kind(config)
             else:
-                processor = make()
+                loaded = kind()
+        if is_literal(kind):
+            loaded = RFC5423Adapter(loaded, config)
     except Exception as error:
         raise ValueError(f"the post-processor {name} can't be made: {bounded(repr(error))}") from error
-    if not isinstance(processor, LogitPostProcessor):
-        raise ValueError(f"{name} is not a subclass of guided.LogitPostProcessor (give an object, or module:Class)")
+    processor: LogitPostProcessor = loaded
+    _check_methods(processor)
     return processor
 
 
-def bundle(pool: MaskPool | None, processor: LogitPostProcessor | None, config: VllmConfig) -> ProcessorBundle:
+def _check_methods(processor: LogitPostProcessor) -> None:
+    """Raise a `ValueError` if the engine can't call a method of a post-processor."""
+    for method, base in inspect.getmembers(LogitPostProcessor, inspect.isfunction):
+        own = getattr(processor, method)
+        signature = inspect.signature(base)
+        arguments = list(signature.parameters)[1:]
+        try:
+            inspect.signature(own).bind(*arguments)
+            is_callable = not inspect.iscoroutinefunction(own)
+        except TypeError:
+            is_callable = False
+        if not is_callable:
+            raise ValueError(f"the post-processor {processor.name} needs the method {method}{signature}")
+
+
+def bundle(pool: MaskPool | None, processor: LogitPostProcessor | None) -> PostProcessors:
     """Return the post-processors of an engine, which contains their exceptions: the standard one, if there is a pool,
     then an application's."""
-    if isinstance(processor, ProcessorBundle):
+    if isinstance(processor, PostProcessors):
         return processor
     members: list[LogitPostProcessor] = []
     if pool is not None and not isinstance(processor, GuidedProcessor):
         members.append(GuidedProcessor(pool))
     if processor is not None:
         members.append(processor)
-    return ProcessorBundle(*members, config=config)
+    return PostProcessors(*members)
 
 
 def import_named(what: str, name: str | EntryPoint) -> Any:

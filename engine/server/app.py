@@ -66,10 +66,9 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     The documentation pages bring their own scripts and styles and work without internet access.
     """
     # The middleware checks the key. This dependency makes the documentation page ask for it.
-    if not settings.api_keys:
-        key = []
-    else:
-        key = [Depends(HTTPBearer(auto_error=False))]
+    key = []
+    if settings.api_keys:
+        key.append(Depends(HTTPBearer(auto_error=False)))
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "The request is at fault."},
         "5XX": {"model": ErrorAnswer, "description": "The server is at fault, or busy (503)."},

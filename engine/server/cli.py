@@ -27,8 +27,12 @@ class _Command(TyperCommand):
         """Write the options under the titles of their panels."""
         panels: dict[str, list[Any]] = {}
         for param in self.get_params(ctx):
-            title = "Arguments" if param.param_type_name == "argument" else getattr(param, "rich_help_panel", None)
-            panels.setdefault(title or "Options", []).extend(filter(None, [param.get_help_record(ctx)]))
+            title = getattr(param, "rich_help_panel", None) or "Options"
+            if param.param_type_name == "argument":
+                title = "Arguments"
+            record = param.get_help_record(ctx)
+            if record is not None:
+                panels.setdefault(title, []).append(record)
         for title, records in panels.items():
             with formatter.section(title):
                 formatter.write_dl(records)

@@ -10,7 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from engine.server.errors import RequestTimeout, TooManyConnections
+from engine.server.http_errors import RequestTimeout, TooManyConnections
 from guided.errors import GuidedError, InvalidRequest, error_body, error_headers
 
 

@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 
 from engine.async_llm import AsyncLLM
 from engine.detokenizer import TokenTexts
-from engine.server.errors import QueueFull, ShuttingDown
+from engine.server.http_errors import QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
 from guided.backends import AUTO

@@ -32,8 +32,10 @@ class JsonFormatter(logging.Formatter):
 def log_to_stderr(level: str, style: LogFormat) -> None:
     """Send the log records of this project to stderr."""
     handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if style == "json" else text)
+    formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if style == "json":
+        formatter = JsonFormatter()
+    handler.setFormatter(formatter)
     for name in ("guided", "actors", "engine"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.server.errors import QueueFull
+from engine.server.http_errors import QueueFull
 from engine.stats import KEPT_MASS_BOUNDS
 from guided.errors import CompileQueueFull, InternalError, errors_by_code
 from guided.pools.metrics import counts_by, pool_metrics
@@ -82,7 +82,12 @@ class Metrics(Collector):
 
     def failed(self, code: str, status: int) -> None:
         """Count a request that was answered with an error, or with a stream that ended with one."""
-        fault = "load" if code in (QueueFull.code, CompileQueueFull.code) else "request" if status < 500 else "server"
+        if code in (QueueFull.code, CompileQueueFull.code):
+            fault = "load"
+        elif status < 500:
+            fault = "request"
+        else:
+            fault = "server"
         self._failures.labels(code, fault).inc()
 
     async def observed(
@@ -142,9 +147,8 @@ class Metrics(Collector):
         stats = health.stats
         scheduler = self._llm.engine.scheduler
         blocks = self._llm.engine.blocks
-        if scheduler.layout is None:
-            slots = 0
-        else:
+        slots = 0
+        if scheduler.layout is not None:
             slots = scheduler.max_num_seqs
         gauges = (
             ("num_requests_running", "Running sequences.", health.num_running),
@@ -174,9 +178,9 @@ class Metrics(Collector):
         for name, text, value in counters:
             yield CounterMetricFamily(f"guided_{name}", text, value=value)
         bounds = [*map(str, KEPT_MASS_BOUNDS[:-1]), "+Inf"]
-        kept = list(zip(bounds, accumulate(stats.kept_mass), strict=True))
+        buckets = list(zip(bounds, accumulate(stats.kept_mass), strict=True))
         text = "Probability of the allowed tokens before the mask, of a few rows now and then."
-        yield HistogramMetricFamily("guided_kept_mass", text, kept, stats.kept_mass_sum)
+        yield HistogramMetricFamily("guided_kept_mass", text, buckets, stats.kept_mass_sum)
         yield from pool_metrics([health.pool])
         yield counts_by("vetoes", "Tokens taken back because of a checked keyword.", "keyword", Counts(stats.vetoes))
         yield counts_by("engine_failures", "Groups that ended with an error.", "code", Counts(stats.failures))

@@ -38,10 +38,9 @@ class RequestChecks:
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
+        request_id = uuid.uuid4().hex
         if _PLAIN.fullmatch(given):
             request_id = given
-        else:
-            request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
@@ -76,8 +75,10 @@ class RequestChecks:
         """Return the key of the client, or "" for a path that needs no key."""
         if not self._keys or scope["path"] == "/" or scope["path"].startswith(OPEN_PATHS):
             return ""
-        kind, _, bearer = headers.get("authorization", "").partition(" ")
-        text = (bearer if kind.lower() == "bearer" else headers.get("x-api-key", "")).strip()
+        kind, _, text = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            text = headers.get("x-api-key", "")
+        text = text.strip()
         # All keys are compared, so that the time reveals nothing.
         same = [secrets.compare_digest(text.encode(), key) for key in self._keys]
         if True not in same:

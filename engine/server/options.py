@@ -137,7 +137,9 @@ def check_names(options: ServeOptions) -> None:
 def _with(base: Any, path: Sequence[str], value: Any) -> Any:
     """Return a copy of a dataclass with another value at `path`."""
     name, *rest = path
-    return replace(base, **{name: _with(getattr(base, name), rest, value) if rest else value})
+    if rest:
+        value = _with(getattr(base, name), rest, value)
+    return replace(base, **{name: value})
 
 
 @dataclass(frozen=True)

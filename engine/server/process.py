@@ -53,17 +53,19 @@ of 5 ms, and takes 0.06 s with this value."""
 def start_engine(options: ServeOptions) -> AsyncLLM:
     """Load the model, start the mask pool and the engine's thread. The caller shuts the engine down."""
     check_names(options)
-    if options.server.backend == AUTO:
-        named = []
-    else:
-        named = [options.server.backend]
+    preload = options.ray.preload
+    if options.server.backend != AUTO:
+        preload = (*preload, options.server.backend)
+    pool = options.pool
+    if pool is None and options.ray.address is not None:
+        pool = "ray"
     if not sys.stderr.isatty():
         disable_progress_bar()
     engine = AsyncLLM(
         options.model_path,
-        options.pool or ("ray" if options.ray.address is not None else default_pool()),
+        pool or default_pool(),
         options.engine,
-        pool_options=dataclasses.replace(options.ray, preload=(*options.ray.preload, *named)),
+        pool_options=dataclasses.replace(options.ray, preload=preload),
         processor=options.post_processor,
         **dataclasses.asdict(options.load),
     )
@@ -102,7 +104,10 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     drop_stalled_connections(listener)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _OPEN_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES), hard))
+        limit = _OPEN_FILES
+        if hard >= 0:
+            limit = min(hard, _OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     # This handler unwinds the stack before uvicorn installs its own handler and after uvicorn removes it.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     _say(options, "loading the model and starting the mask pool …")
@@ -125,12 +130,15 @@ def uvicorn_config(
     """Configure uvicorn for our application. `others` are further settings of uvicorn."""
     context: ServerContext = app.state.context
     limits = limits or ConnectionLimits()
-    as_json = {name: {"()": JsonFormatter} for name in ("default", "access")}
+    log_config = LOGGING_CONFIG
+    if options.log_format == "json":
+        as_json = {"()": JsonFormatter}
+        log_config = {**LOGGING_CONFIG, "formatters": {"default": as_json, "access": as_json}}
     given: dict[str, Any] = {
         "http": partial(LimitedProtocol, limits, lambda reason: context.metrics.connection_ends.labels(reason).inc()),
         "ws": "none",
         "log_level": options.log_level,
-        "log_config": LOGGING_CONFIG if options.log_format == "text" else {**LOGGING_CONFIG, "formatters": as_json},
+        "log_config": log_config,
         "timeout_graceful_shutdown": 3,  # to send the last events of streams
         "timeout_keep_alive": math.ceil(limits.idle_seconds) + 1,  # the timeout of LimitedProtocol comes first
         "proxy_headers": False,
@@ -156,7 +164,9 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
-            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            if ":" in host:
+                host = f"[{host}]"
+            url = f"http://{host}:{port}"
             _say(self._options, _greeting(url, self._options, self._context.llm))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -192,10 +202,9 @@ def _greeting(url: str, options: ServeOptions, engine: AsyncLLM) -> str:
     device = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
     if model.device.type == "cpu" and options.load.device == "auto":
         device += " (no CUDA device was found)"
+    masks = "this process, without isolation"
     if pool.name == "ray":
         masks = f"{len(pool.workers)} Ray actors"
-    else:
-        masks = "this process, without isolation"
     key = ""
     warning = []
     if options.server.api_key:

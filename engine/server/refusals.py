@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
-from engine.server.errors import MESSAGES_PATH, OLLAMA_PATH, RequestTimeout, message_error, ollama_error, respell
+from engine.server.http_errors import MESSAGES_PATH, OLLAMA_PATH, RequestTimeout, message_error, ollama_error
 from engine.server.metrics import Metrics
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded, error_body, error_headers
 
@@ -29,7 +29,8 @@ def install_handlers(app: FastAPI) -> None:
 
 def refuse(metrics: Metrics, scope: Scope, error: GuidedError, **headers: str) -> JSONResponse:
     """Count and log an error, and return the answer. `headers` are added to the headers of the answer."""
-    respell(error, scope)
+    if names := scope.get("state", {}).get("field_names"):
+        names.respell(error)
     metrics.failed(error.code, error.status)
     if error.status < 500 and not isinstance(error, CompileTimeout):  # other errors are logged where they happen
         _log(scope, error)
@@ -39,17 +40,18 @@ def refuse(metrics: Metrics, scope: Scope, error: GuidedError, **headers: str) -
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GuidedError)
-    headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}  # the rest of the body is not read
+    headers = {}
+    if isinstance(error, RequestTimeout):
+        headers["connection"] = "close"  # the rest of the body is not read
     return refuse(request.app.state.context.metrics, request.scope, error, **headers)
 
 
 async def _on_http_exception(request: Request, raised: Exception) -> JSONResponse:
     assert isinstance(raised, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+    message = bounded(raised.detail)
     if raised.status_code == 404:
         message = _hint(request)
-    else:
-        message = bounded(raised.detail)
     error = InvalidRequest(message, code=codes.get(raised.status_code, ""), status=raised.status_code)
     return refuse(request.app.state.context.metrics, request.scope, error, **(raised.headers or {}))
 
@@ -57,7 +59,10 @@ async def _on_http_exception(request: Request, raised: Exception) -> JSONRespons
 def _log(scope: Scope, error: GuidedError) -> None:
     """Log why a request is refused."""
     request_id = scope.get("state", {}).get("request_id", "-")
-    text = " ".join(f"{'' if error.param is None else f'{error.param}: '}{error.message}".split())
+    message = error.message
+    if error.param is not None:
+        message = f"{error.param}: {message}"
+    text = " ".join(message.split())
     where = f"{scope['method']} {bounded(scope['path'], 100)!r}"
     extra = {"x_request_id": request_id, "code": error.code}
     logger.info("x-request-id %s: %s refused: %s: %s", request_id, where, error.code, bounded(text), extra=extra)
@@ -68,8 +73,8 @@ def _hint(request: Request) -> str:
     path = request.scope["path"]  # request.url would contain the header Host, which may be anything
     if path.startswith(f"/v1{MESSAGES_PATH}"):
         return f"there is no {bounded(path, 100)!r}: the base URL of Anthropic's clients ends without /v1"
-    wanted = {**request.scope, "path": f"/v1{path}"}
-    if any(route.matches(wanted)[0] is not Match.NONE for route in request.app.routes):
+    prefixed = {**request.scope, "path": f"/v1{path}"}
+    if any(route.matches(prefixed)[0] is not Match.NONE for route in request.app.routes):
         return f"there is no {path}: send the request to /v1{path} (a client's base URL ends with /v1)"
     return f"there is no {bounded(path, 100)!r}: requests go to /v1/chat/completions, and /docs lists all paths"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from engine.sampling_params import SamplingParams
 from engine.step.restriction import Restriction
 from engine.step.sequence import Sequence
 
+_numbers = count()  # shared by the engines of a process: they may use one pool
 Plan = TypeVar("Plan")
 
 
@@ -61,6 +63,8 @@ class Batch:
         self.decodes = decodes
         self.kept = kept
         self.copies = copies
+        self.number = next(_numbers)
+        """Another one for each object: the rows of a batch don't change."""
         self.sequences = decodes
         """The sampled sequences."""
         self.selected: list[int] | None = None

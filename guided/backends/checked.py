@@ -112,7 +112,7 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
         if within and content.kind == "json_schema":
             places = [place.removeprefix(content.pointer) for place in within]
             try:
-                schemas[content.pointer] = Beginnings(constraint.inner(content).schema, places, content.pointer)
+                schemas[content.pointer] = Beginnings(constraint.inner(content).value, places, content.pointer)
             except ValueError as error:
                 message = f"the schema can't be validated: {bounded(error)}"
                 raise InvalidConstraint(message, param=constraint.kind, pointer=content.pointer) from None

@@ -150,8 +150,10 @@ class ContentReader:
             searched = len(text) + 1 - max(map(len, marks), default=1)
             return [(len(text), rest)], max(position, searched)
         nearest = min(places.values())
-        found = [(nearest + len(mark), after) for mark, after in triggers.items() if places.get(mark) == nearest]
-        return found + [(nearest, rest) for mark in ends if places.get(mark) == nearest][:1], None
+        readings = [(nearest + len(mark), after) for mark, after in triggers.items() if places.get(mark) == nearest]
+        if any(places.get(mark) == nearest for mark in ends):
+            readings.append((nearest, rest))
+        return readings, None
 
     def _beginnings(self, items: _Items) -> list[str]:
         """Return the literals with which an output of `items` can begin."""
@@ -163,7 +165,7 @@ class ContentReader:
             case [Series(inner), *rest]:
                 return self._beginnings((*inner, *rest))
             case [Either(options), *rest]:
-                return [each for option in options for each in self._beginnings((option, *rest))]
+                return [mark for option in options for mark in self._beginnings((option, *rest))]
             case [Times(item, low), *rest]:
                 return [*self._beginnings((item, *rest)), *([] if low else self._beginnings(tuple(rest)))]
         return []

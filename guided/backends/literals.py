@@ -16,7 +16,7 @@ def literals(constraint: Constraint) -> list[str]:
     """Return texts that occur in outputs of a constraint, those at its end first."""
     match constraint.kind:
         case "choice":
-            return [min(constraint.choices, key=len)]
+            return [min(constraint.value, key=len)]
         case "structural_tag":
             texts = list[str]()
             for node in walk(constraint.outline):

@@ -47,14 +47,14 @@ class LMFormatEnforcerBackend(Backend):
 
     def compile(self, constraint: Constraint) -> LMFormatEnforcerGrammar:
         if constraint.kind == "choice":
-            options = [StringParser(choice.encode().decode("latin-1")) for choice in constraint.choices]
+            options = [StringParser(choice.encode().decode("latin-1")) for choice in constraint.value]
             return LMFormatEnforcerGrammar(UnionParser(options), self._tokens)
         if constraint.whitespace:
             raise UnsupportedConstraint("lm-format-enforcer has no whitespace pattern", param="whitespace_pattern")
         schema = _EnforcerLowering(constraint).document()
         definitions = schema.pop("$defs", {})
         # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
-        parts = [{**one, "$defs": definitions} for one in schema.get("anyOf", [schema])]
+        parts = [{**part, "$defs": definitions} for part in schema.get("anyOf", [schema])]
         parsers = [JsonSchemaParser(part, _CONFIG) for part in parts]
         start = _Json(UnionParser(parsers), frozenset() if constraint.whitespace == "" else _BLANKS)
         grammar = LMFormatEnforcerGrammar(start, self._tokens)
@@ -99,7 +99,10 @@ class _EnforcerLowering(FewKeywords):
         if None in texts or len(texts) + len(numbers) + values.count(None) < len(values):
             raise self.refusal(schema, keyword, " with other than null, numbers and text without escapes")
         options: list[dict[str, Any]] = [{"type": "string", "enum": texts}, {"enum": numbers}]
-        return any_of([*(one for one in options if one["enum"]), *([{"type": "null"}] if None in values else [])])
+        options = [option for option in options if option["enum"]]
+        if None in values:
+            options.append({"type": "null"})
+        return any_of(options)
 
     def name(self, text: str) -> str | None:
         if json.dumps(text, ensure_ascii=False) != f'"{text}"':
@@ -138,13 +141,13 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
         )
 
     def get_allowed_characters(self) -> str:
-        found = set(self.inner.get_allowed_characters())
+        allowed = set(self.inner.get_allowed_characters())
         if self.begun:
-            return "".join(byte for byte in found & _REST or _REST if _is_utf8(self.begun + byte, begun=True))
+            return "".join(byte for byte in allowed & _REST or _REST if _is_utf8(self.begun + byte, begun=True))
         if self.quoted:
-            return "".join(" " if character == _SPACE else character for character in found - _BLANKS)
-        found -= _BLANKS.difference(() if not self.last or self.inner.can_end() else self.spaces)
-        return "".join(found.difference("}" if self.last == "," else ""))
+            return "".join(" " if character == _SPACE else character for character in allowed - _BLANKS)
+        allowed -= _BLANKS.difference(() if not self.last or self.inner.can_end() else self.spaces)
+        return "".join(allowed.difference("}" if self.last == "," else ""))
 
     def can_end(self) -> bool:
         return bool(self.inner.can_end())

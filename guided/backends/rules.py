@@ -163,7 +163,7 @@ def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:
 
     Raises `UnsupportedConstraint` if it is not at the beginning of the output, or no literal ends the text.
     """
-    limited = [each for each in walk(node) if isinstance(each, FreeText) and each.max_tokens is not None]
+    limited = [text for text in walk(node) if isinstance(text, FreeText) and text.max_tokens is not None]
     if not limited:
         return None
     items = _flat(node)

@@ -81,7 +81,7 @@ class SchemaLowering(ABC):
     """Those of `_COMPLEX` that the library enforces."""
 
     def __init__(self, constraint: Constraint) -> None:
-        self.form = canonical(constraint.schema, open_objects=constraint.open_objects)
+        self.form = canonical(constraint.schema_text, open_objects=constraint.open_objects)
         self.checked: dict[str, None] = {}
         """JSON pointers of the keywords that are left out, in the schema as sent."""
         self._leave_out = constraint.leave_out

@@ -159,7 +159,7 @@ def check(
         report.not_enforced = list(constraint.not_enforced)
         report.checked = list(compiled.grammar.checked)
         if kind == "json_schema":
-            report.understood = _values_of(canonical(constraint.schema).root)
+            report.understood = _values_of(canonical(constraint.schema_text).root)
         else:
             report.understood = ""
         chance = random.Random(seed)

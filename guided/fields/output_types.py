@@ -69,7 +69,9 @@ def parse_as(output_type: Any, text: str) -> Any:
 
 def _strings(output_type: Any) -> list[str]:
     """Return the values of an `Enum` or a `Literal` if all are non-empty strings, which a `choice` requires."""
-    values: Sequence[Any] = get_args(output_type) if get_origin(output_type) is Literal else ()
+    values: Sequence[Any] = ()
+    if get_origin(output_type) is Literal:
+        values = get_args(output_type)
     if isinstance(output_type, enum.EnumMeta):
         members: dict[str, Any] = dict(output_type.__members__)
         values = [member.value for member in members.values()]
@@ -123,10 +125,8 @@ def _constraint_of_term(term: Any, whitespace: str | None, open_objects: bool | 
     kind = type(term).__name__
     if kind == "JsonSchema":
         if whitespace is None:
-            spaces = term.whitespace_pattern
-        else:
-            spaces = whitespace
-        return Constraint.json_schema(term.schema, whitespace=spaces, open_objects=open_objects, param=param)
+            whitespace = term.whitespace_pattern
+        return Constraint.json_schema(term.schema, whitespace=whitespace, open_objects=open_objects, param=param)
     _refuse_whitespace(whitespace)
     if kind == "CFG":
         return Constraint.grammar(term.definition, param=param)
@@ -139,8 +139,10 @@ def _regex(term: Any, param: str) -> str:
     if any(isinstance(part, dsl.JsonSchema) for part in _parts(term)):  # outlines' own regex ignores some keywords
         raise InvalidConstraint("a JsonSchema within another term is not supported: use it alone", param=param)
     try:
-        # A regex that is the whole term needs no parentheses, and may begin with flags.
-        pattern: str = term.pattern if isinstance(term, dsl.Regex) else dsl.to_regex(term)
+        if isinstance(term, dsl.Regex):  # it needs no parentheses as a whole, and may begin with flags
+            pattern: str = term.pattern
+        else:
+            pattern = dsl.to_regex(term)
     except (TypeError, RuntimeError) as error:
         message = f"outlines has no regex for this {type(term).__name__}: {bounded(error)}"
         raise InvalidConstraint(message, param=param) from None
@@ -149,9 +151,10 @@ def _regex(term: Any, param: str) -> str:
 
 def _parts(term: Any) -> Iterator[Any]:
     yield term
-    inner = getattr(term, "term", None)
-    for part in (*getattr(term, "terms", ()), *getattr(term, "items", ()), *([] if inner is None else [inner])):
+    for part in (*getattr(term, "terms", ()), *getattr(term, "items", ())):
         yield from _parts(part)
+    if hasattr(term, "term"):
+        yield from _parts(term.term)
 
 
 def _refuse_whitespace(whitespace: str | None) -> None:

@@ -60,7 +60,7 @@ def take_whitespace(constraint: GivenConstraint | None, given: Sequence[GivenWhi
         raise InvalidRequest(f"{field} requires a JSON constraint", param=field)
     if len({space.pattern for space in given}) > 1:
         names = " and ".join(space.field for space in given)
-        raise InvalidRequest(f"{names} are given: choose constraint", param=given[1].field)
+        raise InvalidRequest(f"{names} are given: choose one", param=given[1].field)
     if constraint.kind not in ("json_schema", "json_object", "structural_tag"):
         raise InvalidRequest(
             f"{given[0].field} requires a JSON constraint, not {constraint.field}", param=given[0].field
@@ -78,11 +78,14 @@ def build(
     """Build the constraint of a field. `param` of an `InvalidConstraint` is the field at fault."""
     if isinstance(given.value, Constraint):
         return given.value
+    pattern = None
+    if whitespace is not None:
+        pattern = whitespace.pattern
     try:
         return Constraint.of_kind(
             given.kind,
             given.value,
-            whitespace=None if whitespace is None else whitespace.pattern,
+            whitespace=pattern,
             open_objects=open_objects,
             strict_schema=strict_schema,
             param=given.field,

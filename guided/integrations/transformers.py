@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from itertools import count
 from typing import Any, Literal
 
@@ -41,8 +42,9 @@ class _Row(GuidedSequence):
 
     output_token_ids: list[int]
     ended = False
-    """By a stop token, by padding from `generate()`, or without a mask. It needs no masks."""
+    """Whether it has ended: by a stop token, by padding from `generate()`, or without a mask. It needs no masks."""
     failed = False
+    """Whether it has ended without a mask."""
 
     def copy(self) -> _Row:
         """Return a sequence for another row with the same output."""
@@ -89,14 +91,14 @@ class GuidedLogitsProcessor:
         if pool is not None and pool.vocabulary != vocabulary:
             raise InvalidRequest(f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}", param="pool")
         self.failed: dict[int, GuidedError] = {}
-        """Rows of the current or last generation that failed (`failed_rows="end"`), by their index at that time."""
+        """The errors of the rows that failed in the current or last generation (`failed_rows="end"`), by the index of
+        the row at that time."""
         if isinstance(constraints, list | tuple):
             many = constraints
         else:
             many = [constraints]
-        self._constraints = [
-            each if isinstance(each, Constraint | None) else constraint_for(each, param="constraints") for each in many
-        ]
+        self._grammars: list[Grammar | None] = [None] * len(many)
+        """The grammar of each of `constraints`."""
         self._end_failed = failed_rows == "end"
         self._pool = pool or InlinePool(vocabulary)
         self._width = vocabulary.padded_vocab_size
@@ -104,24 +106,28 @@ class GuidedLogitsProcessor:
         self._text = frozenset(vocabulary.text_token_ids)
         self._closed = False
         self._ids: NDArray[np.int64] = np.empty((0, 0), np.int64)
-        """`[rows, tokens]`: the prompts and outputs of the last call."""
+        """The prompts and outputs of the last call, `[rows, tokens]`."""
         self._length = 0
         """Number of tokens of the prompts."""
         self._rows: dict[int, _Row] = {}
-        """By index. Rows without a constraint have none."""
+        """The sequences of the rows with a constraint, by index of the row."""
         self._floors = torch.empty((0, 1))
         """`[rows, 1]`: `_FLOOR` for rows with a constraint, -inf for others."""
-        self._grammars: list[Grammar | None] = []
-        """By index in `constraints`."""
-        futures = [
-            None if each is None else self._pool.compile(each, candidates(each.kind, backend))
-            for each in self._constraints
-        ]
-        for index, future in enumerate(futures):
+        futures: dict[int, Future[Grammar]] = {}
+        for index, constraint in enumerate(many):
+            if constraint is not None:
+                futures[index] = self._compile(constraint, backend)
+        for index, future in futures.items():
             try:
-                self._grammars.append(None if future is None else future.result())
+                self._grammars[index] = future.result()
             except GuidedError as error:
                 raise _prefixed(error, f"constraint {index}") from error
+
+    def _compile(self, constraint: Any, backend: str) -> Future[Grammar]:
+        """Compile a constraint or a Python type."""
+        if not isinstance(constraint, Constraint):
+            constraint = constraint_for(constraint, param="constraints")
+        return self._pool.compile(constraint, candidates(constraint.kind, backend))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores with -inf for all forbidden tokens. Rows without a constraint are unchanged.
@@ -165,12 +171,12 @@ class GuidedLogitsProcessor:
         floors = [[_FLOOR if row in self._rows else -torch.inf] for row in range(rows)]
         self._floors = torch.tensor(floors, dtype=scores.dtype, device=scores.device)
 
-    def _opened(self, one: _Row) -> _Row:
+    def _opened(self, sequence: _Row) -> _Row:
         """Open a sequence in the pool."""
-        grammar = self._grammars[int(one.request_id)]
+        grammar = self._grammars[int(sequence.request_id)]
         assert grammar is not None
-        self._pool.open(one, grammar)
-        return one
+        self._pool.open(sequence, grammar)
+        return sequence
 
     def _continue(self, ids: NDArray[np.int64]) -> bool:
         """Update the sequences. Returns False if the rows don't continue those of the last call."""
@@ -183,16 +189,16 @@ class GuidedLogitsProcessor:
             return False
         tokens = ids[:, -1].tolist()
         length = known - self._length
-        for row, one in self._rows.items():
-            output = one.output_token_ids
+        for row, sequence in self._rows.items():
+            output = sequence.output_token_ids
             if len(output) > length:  # draft tokens of an assistant were rejected
                 del output[length:]
-                self._pool.rollback(one.sequence_id, length)
-                if one.ended and not one.failed and self._text.issuperset(output):
-                    one.ended = False
+                self._pool.rollback(sequence.sequence_id, length)
+                if sequence.ended and not sequence.failed and self._text.issuperset(output):
+                    sequence.ended = False
             output.append(tokens[row])
             if tokens[row] not in self._text:
-                one.ended = True
+                sequence.ended = True
         return True
 
     def _move(self, ids: NDArray[np.int64], stayed: list[bool]) -> bool:
@@ -201,10 +207,13 @@ class GuidedLogitsProcessor:
         Returns False if a constrained row has not the tokens of one of the last call's rows.
         """
         before = self._rows
-        rows = {(one.request_id, self._ids[row].tobytes()): row for row, one in before.items()}
-        parents = {
-            row: row if stayed[row] else rows.get((one.request_id, ids[row].tobytes())) for row, one in before.items()
-        }
+        rows = {(sequence.request_id, self._ids[row].tobytes()): row for row, sequence in before.items()}
+        parents: dict[int, int | None] = {}
+        for row, sequence in before.items():
+            if stayed[row]:
+                parents[row] = row
+            else:
+                parents[row] = rows.get((sequence.request_id, ids[row].tobytes()))
         if None in parents.values():
             return False
         dropped = set(before)
@@ -221,31 +230,31 @@ class GuidedLogitsProcessor:
 
     def _mask(self, masked: torch.Tensor) -> None:
         """Wait for the masks of all rows and write -inf over what they forbid. Rows without a valid mask end."""
-        missing = [(row, one) for row, one in self._rows.items() if not one.ended]
+        missing = [(row, sequence) for row, sequence in self._rows.items() if not sequence.ended]
         while missing:
-            self._pool.submit(tuple(one for _, one in missing))
-            found = self._pool.collect()
-            masks = [part.masks[slot] for part in found.ready for slot in part.slots]
-            apply_bitmask(masked, masks, [missing[place][0] for part in found.ready for place in part.rows])
-            for place, error in found.failed.items():
+            self._pool.submit(tuple(sequence for _, sequence in missing))
+            step = self._pool.collect()
+            masks = [part.masks[slot] for part in step.ready for slot in part.slots]
+            apply_bitmask(masked, masks, [missing[place][0] for part in step.ready for place in part.rows])
+            for place, error in step.failed.items():
                 self._fail(*missing[place], error)
-            missing = [missing[place] for place in found.late]
+            missing = [missing[place] for place in step.late]
             if missing:
                 time.sleep(0.001)  # until a worker is up
 
-    def _fail(self, row: int, one: _Row, error: GuidedError) -> None:
+    def _fail(self, row: int, sequence: _Row, error: GuidedError) -> None:
         """End a row without a valid mask, or all of them."""
         if not self._end_failed:
             rows = len(self._ids)
             self.reset()
             raise _prefixed(error, f"row {row} of {rows}") from error
-        one.ended = one.failed = True
+        sequence.ended = sequence.failed = True
         self.failed.setdefault(row, error)
-        self._free([one])
+        self._free([sequence])
 
     def _mask_ended(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
         """Allow only stop tokens in ended rows, which `generate()` passes on while other rows continue."""
-        ended = [row for row, one in self._rows.items() if one.ended]
+        ended = [row for row, sequence in self._rows.items() if sequence.ended]
         if ended:
             failed = torch.tensor([self._rows[row].failed for row in ended], device=masked.device)
             rows = torch.tensor(ended, device=masked.device).unsqueeze(1)
@@ -263,7 +272,7 @@ class GuidedLogitsProcessor:
         self._ids = np.empty((0, 0), np.int64)
 
     def _free(self, rows: Iterable[_Row]) -> None:
-        self._pool.free([one.sequence_id for one in rows])
+        self._pool.free([sequence.sequence_id for sequence in rows])
 
     def close(self) -> None:
         """Free the matchers. Idempotent."""

@@ -53,7 +53,7 @@ class InlinePool:
         self._cache = GrammarCache(max_cache_bytes)
         self._worker = MaskWorker(vocabulary)
         self._grammars: dict[int, Grammar] = {}
-        """The grammar of each sequence that has no matcher yet. The worker's slots are sequence ids."""
+        """The grammars of sequences that have no matcher yet, by sequence id. It is also the worker's slot."""
         self._step: Sequence[GuidedSequence] = ()
         self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
         self._runs: NDArray[np.int32] = np.empty((0, MAX_FORCED_TOKENS), np.int32)
@@ -95,7 +95,7 @@ class InlinePool:
         if length < self._worker.length(sequence_id):
             self._worker.edit(sequence_id, length, ())
 
-    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self._step = sequences
 
     def collect(self, deadline: float | None = None) -> StepMasks:
@@ -144,8 +144,8 @@ class InlinePool:
         sequence.steered = slot in self._worker.steered
         return error
 
-    def decided(self) -> list[int]:
-        return []  # no row is ever late
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        return list(sequence_ids)  # no row is ever late
 
     def status(self) -> PoolStatus:
         worker = WorkerStatus(0, 0, "up", os.getpid(), platform.node(), self._worker.num_open, 0)

@@ -31,19 +31,19 @@ class Grammar:
     """A compiled grammar, ready to be opened in this pool."""
 
     key: str
-    """Equal for equal constraints that were compiled with the same choice of backends."""
+    """A key that is equal for equal constraints that were compiled with the same choice of backends."""
     backend: str
     constraint: Constraint
     compile_seconds: float = 0.0
     """Seconds that the compilation took."""
     compiled_at: float = field(default_factory=time.monotonic, compare=False)
-    """`time.monotonic()` of its end."""
+    """The `time.monotonic()` at the end of the compilation."""
     checked: tuple[str, ...] = ()
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     nbytes: int = field(default=0, compare=False)
-    """Its size in memory, as measured when it was compiled."""
+    """The size in memory, as measured when the grammar was compiled."""
     dumped: Any = field(default=None, repr=False, compare=False)
-    """What workers in other processes load it from."""
+    """The serialized grammar, for workers in other processes."""
     compiled: CompiledGrammar | None = field(default=None, repr=False, compare=False)
     """The grammar itself, for a worker in this process."""
 
@@ -52,13 +52,13 @@ class ReadyMasks(NamedTuple):
     """Masks of one step that lie in one worker's table. Valid until the next `submit`; read-only."""
 
     masks: NDArray[np.int32]
-    """`[slots, words]`: the worker's mask column."""
+    """The worker's mask column, `[slots, words]`."""
     slots: NDArray[np.intp]
-    """`[ready]`: which lines of `masks` belong to this step."""
+    """The lines of `masks` that belong to this step, `[ready]`."""
     rows: NDArray[np.intp]
-    """`[ready]`: the position of each in the submitted sequences."""
+    """The positions of their sequences among the submitted ones, `[ready]`."""
     seconds: NDArray[np.float32]
-    """`[slots]`: the time that the worker took for each line of `masks`."""
+    """The time that the worker took for each line of `masks`, `[slots]`."""
 
 
 @dataclass(slots=True)
@@ -67,27 +67,28 @@ class StepMasks:
 
     ready: list[ReadyMasks] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
-    """Rows that are not decided yet: the mask is being computed, or the sequence waits for a worker."""
+    """Rows that are not decided yet: their masks are being computed, or their sequences wait for a worker."""
     failed: dict[int, GuidedError] = field(default_factory=dict)
-    """Rows of sequences that are over, with the reason."""
+    """The errors of rows whose sequences are over, by row."""
     seconds: float = 0.0
     """Seconds that the workers have spent on masks since the last step, summed."""
     forced: dict[int, list[int]] = field(default_factory=dict)
-    """Forced tokens by row: the only allowed token, and the tokens after it that have no alternative either. Contains
-    runs of at least two tokens, and only if the pool looks ahead (`forced_tokens`)."""
+    """Runs of forced tokens, by row: the only allowed token, and the tokens after it that have no alternative either. A
+    run has at least two tokens. Empty unless the pool looks ahead (`forced_tokens`)."""
     vetoes: dict[int, VetoReport] = field(default_factory=dict)
-    """Rows of which tokens are taken back, only of sequences with `final`: the mask is that after fewer tokens. Declare
-    it with `rollback`, and submit the sequence again: the mask will forbid the token that was taken back."""
+    """Rows whose tokens are taken back, of sequences with `final`. The mask is the one after fewer tokens. Declare the
+    shorter output with `rollback`, and submit the sequence again: the mask will forbid the token that was taken
+    back."""
 
     def note(self, row: int, sequence: GuidedSequence, report: VetoReport) -> None:
-        """Note what a worker says of a row with a mask."""
+        """Record a worker's report about a row with a mask."""
         sequence.final = report.final
         if report.length < len(sequence.output_token_ids):
             self.vetoes[row] = report
 
 
 WorkerState = Literal["starting", "up", "restarting", "down"]
-"""`down`: it did not start at the last attempt."""
+"""The state of a worker. `down`: it did not start at the last attempt."""
 EndCause = Literal["died", "memory", "import", "load", "fill", "frozen", "transfer", "not_started"]
 """Why an incarnation of a worker ended: by itself; killed because of its memory, because it took too long to import a
 library, to load a grammar or to fill a mask, because it did not run any more, or because it did not take what it was
@@ -96,7 +97,7 @@ sent; or it never came up."""
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker, for `/health`."""
+    """The status of one worker, for `/health`."""
 
     index: int
     incarnation: int
@@ -106,28 +107,29 @@ class WorkerStatus:
     open_sequences: int
     restarts: int
     node_id: str | None = None
-    """Ray's id of the node."""
+    """The id of the node in Ray."""
     ends: Mapping[str, int] = field(default_factory=dict)
-    """Number of incarnations that ended, or didn't start, by cause."""
+    """Number of incarnations that ended or did not start, by cause."""
     last_end: str | None = None
-    """A message that says why the last incarnation ended."""
+    """The message about the end of the last incarnation."""
     silent: float = 0.0
-    """Seconds that it has had no heartbeat."""
+    """Seconds since the last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """One grammar library as a compiler, for `/health` and the metrics. Counts are since the start."""
+    """The status of one grammar library as a compiler, for `/health` and the metrics. Counts are since the start."""
 
     name: str
     crashes: int = 0
-    """Processes that ended while they compiled with it."""
+    """Number of processes that ended while they compiled with this library."""
     timeouts: int = 0
+    """Number of compilations that exceeded their time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """The pool, for `/health` and the metrics."""
+    """The status of the pool, for `/health` and the metrics."""
 
     name: str
     workers: list[WorkerStatus] = field(default_factory=list)
@@ -135,7 +137,7 @@ class PoolStatus:
     """Number of constraints that are being compiled or queued."""
     backends: list[BackendStatus] = field(default_factory=list)
     trouble: str | None = None
-    """Why the pool can't replace workers that end. None: it can."""
+    """The reason why the pool can't replace workers that end. None: it can."""
     cache_hits: int = 0
     """Number of constraints that were in the cache of grammars."""
     shared_compilations: int = 0
@@ -152,7 +154,7 @@ class PoolStatus:
 
     @property
     def degraded(self) -> str | None:
-        """Why it does not work completely. None: it does."""
+        """The reason why the pool does not work completely. None: it does."""
         for worker in self.workers:
             if worker.state != "up":
                 return f"mask actor {worker.index} is {worker.state}"
@@ -162,7 +164,7 @@ class PoolStatus:
 
     @property
     def healthy(self) -> bool:
-        """At least one worker is up."""
+        """Whether at least one worker is up."""
         return any(worker.state == "up" for worker in self.workers)
 
 
@@ -176,8 +178,11 @@ def forced_runs(runs: NDArray[np.int32], rows: NDArray[np.intp]) -> dict[int, li
     Args:
         runs: int32 `[rows, MAX_FORCED_TOKENS]`, with -1 behind the last token.
     """
-    found = np.flatnonzero(runs[:, 1] >= 0) if len(runs) else ()
-    return {int(rows[index]): [token for token in runs[index].tolist() if token >= 0] for index in found}
+    forced: dict[int, list[int]] = {}
+    for index in np.flatnonzero(runs[:, 1] >= 0).tolist():
+        run = runs[index]
+        forced[int(rows[index])] = run[run >= 0].tolist()
+    return forced
 
 
 class MaskPool(Protocol):
@@ -209,11 +214,13 @@ class MaskPool(Protocol):
         Not needed for an output that is only shorter. Unknown ids are ignored.
         """
 
-    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         """Send one step's new tokens to the workers; return in microseconds. `collect` follows.
 
         Args:
-            sequences: open sequences, each at most once. A tuple that is passed again, the same object, costs least.
+            sequences: open sequences, each at most once.
+            batch: the number of the batch. The same number again, which is the fastest, means that they are the same
+                sequences. None: they may be others. Callers that share a pool use different numbers.
         """
 
     def collect(self, deadline: float | None = None) -> StepMasks:
@@ -224,10 +231,10 @@ class MaskPool(Protocol):
                 no worker can take its sequence, or took it too recently for the time limit of its mask to be over.
         """
 
-    def decided(self) -> list[int]:
-        """Return the late sequences that are decided now: their mask is ready, or they failed. Does not wait.
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        """Return those of these late sequences that are decided: their mask is ready, or they failed. Does not wait.
 
-        Called between `collect` and `submit`. Returned again until they are submitted again, unchanged.
+        Called between `collect` and `submit`. A sequence that is not open is decided.
         """
 
     def status(self) -> PoolStatus:

@@ -25,7 +25,7 @@ negative logits the lower one is the larger integer."""
 
 logger = logging.getLogger(__name__)
 _cuda_failed = False
-"""The kernel on CUDA has raised an exception in this process."""
+"""Whether the kernel on CUDA has raised an exception in this process."""
 MaskLines: TypeAlias = tuple[NDArray[np.int32], NDArray[np.intp]]
 """Masks of one table: the table, int32 `[slots, words]`, and their lines, each contiguous."""
 
@@ -51,7 +51,7 @@ class BitmaskKernel:
 
     def __init__(self) -> None:
         self._copies: torch.Tensor | None = None
-        """int32 `[rows, words]`, pinned: copies of masks that do not lie in pinned memory."""
+        """Copies of masks that do not lie in pinned memory, int32 `[rows, words]`, pinned."""
         self._launched: Any = None
         """The event after the last launch."""
 

@@ -26,9 +26,9 @@ _PORTABLE_AND_MAPPED = 3
 """Flags of cudaHostRegister: the memory is pinned for all devices of the process, and has an address on the device."""
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
-"""Held while memory is pinned. Supervisors do so on their threads, and the first one compiles the kernel."""
+"""A lock that is held while memory is pinned. Supervisors do so on their threads, and the first compiles the kernel."""
 _columns: dict[int, tuple[int, torch.device]] = {}
-"""By the address of a column's first mask: the address behind its pinned masks, and the device that reads them."""
+"""The address behind a column's pinned masks, and the device that reads them, by the address of the first mask."""
 
 
 def pinned_end(address: int) -> int:

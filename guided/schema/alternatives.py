@@ -19,7 +19,8 @@ from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema.graph import children
-from guided.schema.keywords import MISSPELT, OTHERS, at, listed
+from guided.schema.keywords import MISSPELT, OTHERS, at, listed, types_of
+from guided.schema.numbers import numbers_of
 from guided.schema.validation import PATTERNS, Validator
 
 KEYWORDS = {*MISSPELT, *OTHERS}
@@ -72,12 +73,10 @@ class Alternatives:
         return self._forms[key]
 
     def _filtered(self, schema: Any) -> Any:
-        """Return those of the listed values that satisfy `allOf`, where one of its parts lists values."""
-        if isinstance(schema, dict):
-            parts = schema.get("allOf", ())
-        else:
-            parts = ()
-        for values in filter(None, map(listed, parts)):
+        """Return those of the listed values that satisfy `allOf`, where one of its parts lists values, or has few."""
+        if isinstance(schema, bool) or "allOf" not in schema:
+            return schema
+        for values in filter(None, map(_values, [schema, *schema["allOf"]])):
             validator = Validator({**schema, "$schema": self._draft})
             kept = [value for value in values if validator.violation(value) is None]
             if kept:
@@ -85,8 +84,11 @@ class Alternatives:
             return False
         return schema
 
-    def of(self, schema: Any, context: Any = True) -> list[Any]:
+    def of(self, schema: Any, context: Any = True, *, exclusive: bool = True) -> list[Any]:
         """Return schemas without `oneOf` that have together the values of `schema` and `context`.
+
+        Args:
+            exclusive: whether a value satisfies only one alternative of each `oneOf`, and not at least one.
 
         Raises:
             UnsupportedConstraint: not possible.
@@ -99,12 +101,12 @@ class Alternatives:
             inner = self.merged([siblings] if context is True else [siblings, context])
             if inner is False:
                 return []
-            return self.of({"oneOf": schema["oneOf"]}, inner)
+            return self.of({"oneOf": schema["oneOf"]}, inner, exclusive=exclusive)
         match schema:
-            case {"anyOf": parts} if len(schema) == 1:
-                return [found for part in parts for found in self.of(part, context)]
-            case {"oneOf": parts} if len(schema) == 1:
+            case {"oneOf": parts} if len(schema) == 1 and exclusive:
                 return list(self._exclusive(parts, context))
+            case {"anyOf": parts} | {"oneOf": parts} if len(schema) == 1:
+                return [inner for part in parts for inner in self.of(part, context, exclusive=exclusive)]
             case {"allOf": parts} if len(schema) == 1:
                 whole = self.merged([*parts, context])
                 if isinstance(whole, bool) or "allOf" not in whole:
@@ -113,10 +115,10 @@ class Alternatives:
                     return [whole]
                 contexts = [context]
                 for part in parts:
-                    contexts = [found for inner in contexts for found in self.of(part, inner)]
+                    contexts = [inner for outer in contexts for inner in self.of(part, outer, exclusive=exclusive)]
                 return contexts
         if context is True:
-            whole = schema
+            whole = self._filtered(schema)
         else:
             whole = self.merged([schema, context])
         if whole is False:
@@ -128,9 +130,13 @@ class Alternatives:
         if len(parts) > _MAX_PARTS:
             raise UnsupportedConstraint(f"'oneOf' has more than {_MAX_PARTS} alternatives")
         groups = [self.of(part, context) for part in parts]
+        wholes = [self.of(part, context, exclusive=False) for part in parts]
         for index, group in enumerate(groups):
             others = [other for place, rest in enumerate(groups) if place != index for other in rest]
             kept = [found for own in group if (found := self._without(own, others)) is not False]
+            for whole in (whole for place, rest in enumerate(wholes) if place != index for whole in rest):
+                if whole not in others and any(self.merged([part, whole]) is not False for part in kept):
+                    raise UnsupportedConstraint("an alternative of 'oneOf' has values of another 'oneOf'")
             yield from [parts[index]] if context is True and kept == group else kept
 
     def _without(self, own: Any, others: list[Any]) -> Any:
@@ -139,14 +145,17 @@ class Alternatives:
         others = [other for other in others if self.merged([own, other]) is not False]
         if not others:
             return own
-        found = self.merged([own, *(self._excluding(own, other) for other in others)])
-        is_lost = found is False and own.get("type") == "object"
-        if is_lost or (_is_negated(found) and not _is_negated(own)):
+        rest = self.merged([own, *(self._excluding(own, other) for other in others)])
+        if rest is False:  # too much may be excluded
+            rest = self.merged([own, *({"not": other} for other in others)])
+        if _is_negated(rest) and not _is_negated(own):
             raise UnsupportedConstraint("the alternatives of 'oneOf' can't be told apart")
-        return found
+        return rest
 
     def _is_apart(self, own: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return whether both list strings as the values of a required property, and none of them is the same."""
+        """Return whether both have other types, or list other strings as the values of a required property."""
+        if types_of(own).isdisjoint(types_of(other)):
+            return True
         for name in own.get("required", ()):
             values = self._strings(own, name)
             others = self._strings(other, name)
@@ -184,6 +193,15 @@ class Alternatives:
         return {"not": {**kept, "properties": differing}}
 
 
+def _values(schema: Any) -> list[Any] | None:
+    """Return the values of a schema that lists them, and integers between near bounds; None for others."""
+    if isinstance(schema, dict) and schema.get("type") == "integer":
+        numbers = numbers_of(schema, "integer")
+        if numbers.are_few:
+            return list(numbers.units)
+    return listed(schema)
+
+
 def canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
     """Return the library's form of a schema. Raises InvalidConstraint if the library does not take it."""
     try:
@@ -202,8 +220,8 @@ def without_frame(schema: Any) -> Any:
 
 
 def _is_negated(schema: Any) -> bool:
-    """Return whether what no library enforces is left in a form: `not` of anything but a pattern, or `contains`."""
+    """Return whether what no library enforces is left in a form: `not` of anything but strings, or `contains`."""
     if not isinstance(schema, dict):
         return False
-    is_negated = "contains" in schema or ("not" in schema and "pattern" not in schema["not"])
+    is_negated = "contains" in schema or ("not" in schema and schema.get("type") != "string")
     return is_negated or any(_is_negated(child) for _, child, _ in children(schema))

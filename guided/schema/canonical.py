@@ -46,15 +46,22 @@ _NO_BASE = "json-schema:///"
 """How such a URI begins in a document without an identifier."""
 
 
-def canonical(schema: Schema, *, open_objects: bool | None = None) -> CanonicalForm:
-    """Return the canonical form of a schema that `guided.schema.document.parse` returned. See `CanonicalForm`."""
-    document = {} if schema is True else {"not": {}} if schema is False else schema
-    return _form(json.dumps(document, ensure_ascii=False, separators=(",", ":")), open_objects)
+def canonical(schema: Schema | str, *, open_objects: bool | None = None) -> CanonicalForm:
+    """Return the canonical form of a schema that `guided.schema.document.parse` returned, or of its JSON text.
+
+    See `CanonicalForm`.
+    """
+    if not isinstance(schema, str):
+        schema = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return _form(schema, open_objects)
 
 
 @lru_cache(maxsize=4)  # each backend that is tried asks for it
 def _form(text: str, open_objects: bool | None) -> CanonicalForm:
-    return CanonicalForm(json.loads(text), open_objects=open_objects)
+    document = json.loads(text)
+    if isinstance(document, bool):
+        document = {} if document else {"not": {}}
+    return CanonicalForm(document, open_objects=open_objects)
 
 
 class CanonicalForm:
@@ -164,7 +171,8 @@ class CanonicalForm:
         """Return a subschema of the library's form.
 
         Args:
-            is_part: another subschema describes the same value, so an object is not closed here.
+            is_part: another subschema describes the same value, so an object is not closed here, and `oneOf` is no
+                fewer values: one that an alternative leaves out may be all that the other subschema has.
         """
         if isinstance(schema, bool) or schema.keys().isdisjoint(KEYWORDS):
             return schema is not False
@@ -177,7 +185,7 @@ class CanonicalForm:
     def _read_keywords(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
         read: dict[str, Any] = {}
         keywords = schema.keys() & KEYWORDS
-        inner = self._open_objects is False and (is_part or len(keywords) > 1 or "allOf" in keywords)
+        inner = is_part or len(keywords) > 1 or "allOf" in keywords
         for keyword, value in schema.items():
             if keyword in keywords:
                 read |= self._keyword(schema, keyword, value, origin, inner)
@@ -237,7 +245,8 @@ class CanonicalForm:
         if name is None and len(self._names) < 1_000:
             with suppress(InvalidConstraint):
                 parts = self._alternatives.of(schema)
-                if not any(isinstance(part, dict) and "allOf" in part for part in parts):
+                is_narrowed = is_part and parts != self._alternatives.of(schema, exclusive=False)
+                if not is_narrowed and not any(isinstance(part, dict) and "allOf" in part for part in parts):
                     if len(parts) == 1:
                         body = parts[0]
                     else:

@@ -63,7 +63,7 @@ def parse(
         ConstraintTooLarge: over one of the limits.
     """
     try:
-        return _parse(schema, [] if notes is None else notes, strict)
+        return _parse(_read(schema), [] if notes is None else notes, strict)
     except InvalidConstraint as error:
         error.param = param
         if error.pointer is not None:
@@ -71,23 +71,26 @@ def parse(
         raise
 
 
-def relaxed(schema: dict[str, Any], refused: Iterable[str] = ()) -> Any:
-    """Return a valid schema with any value in the place of the smallest subschemas at fault, which `parse` notes then.
+def relaxed(schema: Any, refused: Iterable[str] = (), notes: list[str] | None = None) -> Any:
+    """Return the schema as `parse` does, with any value in the place of the smallest subschemas at fault.
 
     Args:
         refused: JSON pointers of faults that a library found in the schema.
+        notes: gets pointers to keywords that are not enforced, as in `parse`, and to the subschemas at fault.
     """
+    notes = [] if notes is None else notes
+    faults = list(refused)
     with suppress(InvalidConstraint):
-        document: Any = _read(schema)
-        for fault in refused:
-            _free(document, fault)
-        for _ in range(8 + _MAX_READ // len(str(document))):
+        for _ in range(8 + _MAX_READ // len(str(schema))):
+            document = _read(schema)
+            for fault in faults:
+                _free(document, fault)  # raises if the whole schema is at fault
             try:
-                _parse(document, [], False, _check_values)
-                return document
+                return _parse(document, notes, False, _check_values)
             except InvalidConstraint as error:
-                _free(document, error.pointer or "")
-    return dict(_ANY_VALUE)
+                faults.append(error.pointer or "")
+    of_type = {"type": "object"} if isinstance(schema, dict) and schema.get("type") == "object" else {}
+    return _parse({**_ANY_VALUE, **of_type}, notes, False)
 
 
 def _free(document: dict[str, Any], fault: str) -> None:
@@ -131,10 +134,8 @@ def closed_objects(document: dict[str, Any] | bool) -> tuple[str, ...]:
     return tuple(map(shortened, islice(found, MAX_NOTES)))
 
 
-def _parse(
-    schema: Mapping[str, Any] | bool | str, notes: list[str], strict: bool, check: _Check | None = None
-) -> dict[str, Any] | bool:
-    document = _read(schema)
+def _parse(document: Any, notes: list[str], strict: bool, check: _Check | None = None) -> dict[str, Any] | bool:
+    """Check a document, and bring it into the form that `parse` returns. The document is changed."""
     if not isinstance(document, dict | bool):
         raise InvalidConstraint(
             f"a JSON schema is an object or a boolean, not {_TYPE_NAMES[type(document)]}", pointer=""
@@ -144,8 +145,6 @@ def _parse(
     if document is True:
         return True
     schemas = tidy(document)
-    if _NUL.search(json.dumps(document)):
-        raise InvalidConstraint("a NUL character, which no backend can take")
     has_tuples = any(isinstance(schema.get("items"), list) for schema in schemas)
     has_tuples = has_tuples and all(map(_SINCE_2020.isdisjoint, schemas))
     if has_tuples:
@@ -180,7 +179,8 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
         if len(text) > (limit := LIMITS.max_constraint_bytes):
             raise ConstraintTooLarge(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
         document = loads(text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_nesting)
-        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False)
+        text.encode()
     except UnicodeEncodeError:
         raise InvalidConstraint("a lone surrogate is not valid Unicode") from None
     except RecursionError:
@@ -191,6 +191,8 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
         raise InvalidConstraint(f"the JSON schema is not valid JSON: {error}") from None
     except (TypeError, ValueError) as error:
         raise InvalidConstraint(f"the JSON schema is not JSON: {bounded(error)}") from None
+    if _NUL.search(text):
+        raise InvalidConstraint("a NUL character, which no backend can take")
     return document
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 from typing import Any, TypeGuard
 
 from guided.errors import MAX_ECHO, bounded
@@ -80,6 +81,17 @@ def at(document: Any, place: str) -> Any:
         name = unescape(token)
         document = document[int(name) if isinstance(document, list) else name]
     return document
+
+
+def replaced(document: Any, place: str, value: Any) -> Any:
+    """Return a copy of a document with another value at a JSON pointer. Only what contains the place is copied."""
+    if not place:
+        return value
+    token, _, rest = place[1:].partition("/")
+    copied = copy(document)
+    name = int(token) if isinstance(copied, list) else unescape(token)
+    copied[name] = replaced(copied[name], rest and f"/{rest}", value)
+    return copied
 
 
 def shortened(whole: str) -> str:

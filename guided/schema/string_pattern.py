@@ -98,7 +98,7 @@ def is_empty(schema: dict[str, Any]) -> bool:
 def fit(node: Node, least: int, most: int | None) -> Node:
     """Restrict `node` to `least` to `most` characters.
 
-    This is possible if the lengths have no effect, or if only one repeated character varies the length.
+    This is possible if the lengths have no effect, or if only one repetition of a fixed length varies the length.
 
     Raises:
         UnsupportedConstraint: not possible, or no match has such a length.
@@ -112,14 +112,16 @@ def fit(node: Node, least: int, most: int | None) -> Node:
     loose = [index for index, item in enumerate(items) if len(set(width(item))) == 2]
     if len(loose) == 1:
         item = items[loose[0]]
-        if isinstance(item, Repeat) and isinstance(item.item, Chars):
-            fixed = low - item.low
-            if most is None:
-                longest = item.high
-            else:
-                longest = min(x for x in (item.high, most - fixed) if x is not None)
-            items[loose[0]] = regex.repeat(item.item, max(item.low, least - fixed), longest)
-            return regex.sequence(items)
+        size, longest_part = width(item.item) if isinstance(item, Repeat) else (0, 0)
+        if isinstance(item, Repeat) and 0 < size == longest_part:
+            fixed = low - item.low * size
+            fewest = max(item.low, -((fixed - least) // size))
+            longest = item.high
+            if most is not None:
+                longest = min(x for x in (item.high, (most - fixed) // size) if x is not None)
+            if longest is None or fewest <= longest:
+                items[loose[0]] = regex.repeat(item.item, fewest, longest)
+                return regex.sequence(items)
     raise UnsupportedConstraint("a pattern together with minLength or maxLength that it doesn't imply")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
-from guided.schema import document, string_pattern
+from guided.schema import string_pattern
 from guided.schema.canonical import CanonicalForm, canonical
 from guided.schema.keywords import Schema, escape, listed
 from guided.schema.validation import Validator
@@ -55,7 +55,10 @@ class _Writer:
     def __init__(self, content: Content) -> None:
         self._content = content
         self._style = STYLES[content.style]
-        self._gap = (Text(self._style.separator),) if self._style.separator else ()
+        self._gap: tuple[Node, ...] = ()
+        """The separator of elements, if the style has one."""
+        if self._style.separator:
+            self._gap = (Text(self._style.separator),)
 
     def of_object(self, schema: Schema, place: str) -> Node:
         """Return the elements of an object: one for each named property, or any elements without named properties."""
@@ -76,8 +79,13 @@ class _Writer:
                 is_needed = name in root.get("required", ())
                 element = self._element(name, _alone(part, form), at)
                 elements.append(element)
-                parted = (*self._gap, element) if is_begun else (element, *(() if is_needed else self._gap))
-                items.append(Series(parted) if is_needed else Times(Series(parted), 0, 1))
+                if is_begun:
+                    element = Series((*self._gap, element))
+                elif not is_needed:
+                    element = Series((element, *self._gap))
+                if not is_needed:
+                    element = Times(element, 0, 1)
+                items.append(element)
                 is_begun = is_begun or is_needed
         if self._gap and elements and not is_begun:
             # Any order is allowed, because a grammar with an alternative for each first element would be too large.
@@ -141,10 +149,9 @@ class _Writer:
     def _values(self, schema: Schema, types: tuple[str, ...], place: str, end: str) -> Iterator[Node]:
         """Yield the nodes of the values of `schema` that have one of `types`. A string ends with `end`."""
         has_texts = "string" in types and not self._style.has_json_strings
+        texts = None
         if has_texts:
             texts = _restricted(schema, ("string",))
-        else:
-            texts = None
         if texts is not None:
             strings = _root(texts)
             values = listed(strings)
@@ -168,10 +175,9 @@ class _Writer:
                 if kind in rest and not is_narrow and _restricted(schema, (kind,)) is not None:
                     yield nodes_of(schema, place)
             rest = [kind for kind in rest if kind in SCALARS]
+        form = None
         if rest:
             form = _restricted(schema, tuple(rest))
-        else:
-            form = None
         if form is not None:
             yield Content("json_schema", _alone(form.root, form), f"{self._content.pointer}{place}")
 
@@ -189,10 +195,14 @@ def _alone(schema: Schema, form: CanonicalForm) -> Schema:
 
 def _restricted(schema: Schema, types: tuple[str, ...]) -> CanonicalForm | None:
     """Return the canonical form of a schema restricted to `types`; None if no value satisfies it."""
-    document = {"$defs": {}, **(schema if isinstance(schema, dict) else {} if schema else {"not": {}})}
-    definitions = document.pop("$defs")
+    document: dict[str, Any] = {"type": [*types]}
+    if isinstance(schema, dict):
+        part = {**schema}
+        document = {"$defs": part.pop("$defs", {}), "allOf": [part, document]}
+    elif not schema:
+        return None
     try:
-        return canonical({"$defs": definitions, "allOf": [document, {"type": [*types]}]})
+        return canonical(document)
     except InvalidConstraint:
         return None
 
@@ -211,12 +221,12 @@ class ArgumentReader:
 
     Args:
         style: one of `STYLES`.
-        schema: the schema of the arguments. It decides whether a text is a string or the JSON value that it spells.
+        schema: the valid schema of the arguments. It decides whether a text is a string, or the JSON that it spells.
     """
 
     def __init__(self, style: str, schema: Schema) -> None:
         self._style = STYLES[style]
-        self._validator = Validator(document.parse(schema, "parameters"))
+        self._validator = Validator(schema)
 
     def read(self, text: str, position: int, path: _Path = ()) -> tuple[Any, int]:
         """Return the values of the complete elements at `position`, and the position after them.
@@ -267,10 +277,11 @@ class ArgumentReader:
         if types != ("string",):
             try:
                 value = json.loads(_LITERALS.get(text.strip(), text))
+                if not isinstance(value, str):
+                    yield value
             except ValueError:
-                yield from ({}, []) if not text and self._style.item else ()
-            else:
-                yield from () if isinstance(value, str) else (value,)
+                if not text and self._style.item:
+                    yield from ({}, [])
         if "string" in types:
             yield text
 

@@ -116,10 +116,9 @@ def read(tag: Mapping[str, Any] | str, param: str) -> Any:
     """
     try:
         nesting = 2 * LIMITS.max_nesting
+        document = tag
         if isinstance(tag, str):
             document = loads(tag, max_values=LIMITS.max_values, max_nesting=nesting)
-        else:
-            document = tag
     except JsonTooLarge as error:
         raise ConstraintTooLarge(f"the structural tag is over a limit: {error}", param=param) from None
     except JsonError as error:
@@ -160,9 +159,11 @@ def contents(node: Node) -> list[Content]:
 
 def ends(node: Node) -> Iterator[Node]:
     """Yield the nodes (literals, contents, free text, dispatches) with which an output of `node` can end."""
-    inside = () if isinstance(node, Dispatch) else parts(node)
+    inside: Sequence[Node] = ()
     if isinstance(node, Series):
-        inside = [item for item in inside if item != Text("")][-1:]
+        inside = [item for item in node.items if item != Text("")][-1:]
+    elif not isinstance(node, Dispatch):
+        inside = parts(node)
     for part in inside:
         yield from ends(part)
     if not isinstance(node, Series | Either | Times):
@@ -218,7 +219,7 @@ class _Regex(_Part, tag="regex"):
     pattern: Any
 
 
-class _Grammar(_Part, tag="grammar"):
+class _GrammarText(_Part, tag="grammar"):
     grammar: Any
 
 
@@ -340,7 +341,7 @@ class _NodeBuilder:
         match form:
             case _JsonSchema():
                 return self._schema(form, at)
-            case _Grammar():
+            case _GrammarText():
                 return Content("grammar", form.grammar, f"{at}/grammar")
             case _Choice():
                 return Content("choice", form.choice, f"{at}/choice")
@@ -385,16 +386,17 @@ class _NodeBuilder:
         if max(low, high) > LIMITS.max_repetition:
             message = f"the limit of repetitions is {LIMITS.max_repetition}"
             raise ConstraintTooLarge(message, param=self._param, pointer=at)
-        return Times(self.node(content, f"{at}/content", depth + 1), low, None if high == -1 else high)
+        item = self.node(content, f"{at}/content", depth + 1)
+        if high == -1:
+            return Times(item, low, None)
+        return Times(item, low, high)
 
     def _separated_tags(self, form: _TagsWithSeparator, at: str, depth: int) -> Node:
         tags = enumerate(form.tags)
         option = self._either([Series(self._tag(tag, f"{at}/tags/{index}", depth + 1)) for index, tag in tags])
-        separated = Series((option, Times(Series((Text(form.separator), option)), 0, None)))
-        if form.stop_after_first:
-            several = option
-        else:
-            several = separated
+        several = option
+        if not form.stop_after_first:
+            several = Series((option, Times(Series((Text(form.separator), option)), 0, None)))
         if form.at_least_one:
             return several
         return Times(several, 0, 1)
@@ -424,11 +426,12 @@ class _NodeBuilder:
     def _tag(self, tag: _Tag, at: str, depth: int) -> tuple[Text | Token, Node]:
         """Return the begin of a tag, and the node of its content and end."""
         content = self.node(tag.content, f"{at}/content", depth + 1)
-        if isinstance(tag.end, list):
-            ends = tag.end
-        else:
-            ends = [tag.end]
-        return _mark(tag.begin), Series((content, *([] if ends == [""] else [self._either(list(map(_mark, ends)))])))
+        ends = tag.end
+        if not isinstance(ends, list):
+            ends = [ends]
+        if ends != [""]:
+            content = Series((content, self._either([_mark(end) for end in ends])))
+        return _mark(tag.begin), content
 
     def _triggered_tags(self, form: _TriggeredTags | _TokenTriggeredTags, at: str, depth: int) -> Node:
         tags = [self._tag(tag, f"{at}/tags/{index}", depth + 1) for index, tag in enumerate(form.tags)]
@@ -446,10 +449,9 @@ class _NodeBuilder:
             if trigger is None:
                 message = "the tag never can be produced: no trigger is a prefix of its begin"
                 raise self._invalid(message, f"{at}/tags/{index}/begin")
+            left = ""
             if isinstance(begin, Text) and isinstance(trigger, Text):
                 left = begin.text[len(trigger.text) :]
-            else:
-                left = ""
             rules[trigger].append(Series((Text(left), rest)))
         options = tuple((trigger, self._either(rests)) for trigger, rests in rules.items())
         dispatch = self._checked(Dispatch(options, not form.stop_after_first, excludes), at)

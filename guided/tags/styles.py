@@ -69,11 +69,10 @@ class ElementStyle:
 def _pattern(begin: str) -> str:
     written = re.escape(begin.rstrip("\n")).replace("><", r">\s*<")
     named = written.replace(re.escape(NAME), rf"(?P<name>{FREE_NAME})")
+    pattern = named.replace(re.escape(KIND), r"(?P<kind>\w*)")
     if begin.endswith("\n"):
-        pad = r"(?P<pad>\n?)"
-    else:
-        pad = ""
-    return named.replace(re.escape(KIND), r"(?P<kind>\w*)") + pad
+        pattern += r"(?P<pad>\n?)"
+    return pattern
 
 
 _DSML = {"true": ("string",), "false": (*SCALARS, "object", "array")}

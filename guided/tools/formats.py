@@ -2,19 +2,19 @@
 
 Most formats of calls are taken from the structural tags that `xgrammar` builds for the families. The other formats are
 written here. Both the structural tag that enforces a format (`calls_format`, `answer_format`) and the parser that reads
-the output (`guided/tools/parser.py`) are made from these descriptions.
+the output (`guided/tools/output_parser.py`) are made from these descriptions.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
 from guided.backends.without_torch import import_xgrammar
 from guided.constraint import Constraint
+from guided.schema.keywords import replaced
 
 NAME = "{name}"
 NUMBER = "{number}"
@@ -225,15 +225,12 @@ def tool_format(name: str | None) -> ToolFormat | None:
     section = next((tag for tag in outer if tag["content"]["type"] == "tags_with_separator"), None)
     *before, arguments = call["content"].get("elements", [call["content"]])
     begin = call["begin"] + "".join(element.get("value", NUMBER) for element in before)
+    style = arguments["style"]
     if listed.family == "mimo":
         style = "mimo_xml"
-    else:
-        style = arguments["style"]
-    # xgrammar's elements have no line break at their end.
+    end = call["end"]
     if style == "qwen_xml":
-        end = call["end"].removeprefix("\n")
-    else:
-        end = call["end"]
+        end = end.removeprefix("\n")  # xgrammar's elements have no line break at their end
     trigger = listed.trigger or _parts(form, "triggered_tags")[0]["triggers"][0]
     complete = replace(listed, call=(begin, end), trigger=trigger, style=style)
     if section is None:
@@ -245,22 +242,28 @@ def tool_format(name: str | None) -> ToolFormat | None:
 
 def _parts(form: Any, kind: str) -> list[dict[str, Any]]:
     """Return the formats of type `kind` within a format, the outer formats first."""
-    inner = form.values() if isinstance(form, dict) else form if isinstance(form, list) else ()
-    if isinstance(form, dict) and form.get("type") == kind:
-        outer = [form]
-    else:
-        outer = []
-    return outer + [part for value in inner for part in _parts(value, kind)]
+    parts: list[dict[str, Any]] = []
+    inner: Iterable[Any] = ()
+    if isinstance(form, dict):
+        inner = form.values()
+        if form.get("type") == kind:
+            parts.append(form)
+    elif isinstance(form, list):
+        inner = form
+    for value in inner:
+        parts += _parts(value, kind)
+    return parts
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function that the model may call, and the schema of its arguments."""
+    """A function that the model may call."""
 
     name: str
-    parameters: dict[str, Any]
-    text: dict[str, Any] | None = None
-    """The format (of a structural tag) of a custom tool's plain input. It ends the output."""
+    parameters: Constraint
+    """The schema of the arguments, an object."""
+    text: Constraint | None = None
+    """The constraint on a custom tool's plain input, which ends the output."""
 
 
 @dataclass(frozen=True)
@@ -285,57 +288,59 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
     """Return the format (of a structural tag) of an answer with function calls."""
     form = calls.format
     once = not (calls.parallel and form.parallel) or any(function.text for function in calls.functions)
-    tags = [_call(form, begin, function) for function in calls.functions for begin in (form.call[0], *form.variants)]
-    if form.separator is None:
-        separator = form.gap
-    else:
-        separator = form.separator
+    tags: list[dict[str, Any]] = []
+    for function in calls.functions:
+        tags += [_call(form, begin, function) for begin in (form.call[0], *form.variants)]
     listed: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": separator,
+        "separator": form.gap,
         "at_least_one": True,
         "stop_after_first": once,
     }
+    if form.separator is not None:
+        listed["separator"] = form.separator
     section = _tag(form.opening, listed, form.closing)
     if calls.anywhere(reasoning):
+        parts = [section]
         if form.separator is None:
             parts = tags
-        else:
-            parts = [section]
         if form.finish:
-            parts += [_tag(form.finish, _literal(""), "")]
+            parts.append(_tag(form.finish, _literal(""), ""))
+        triggered: list[dict[str, Any]] = []
+        for part in parts:
+            _, trigger, rest = part["begin"].partition(form.trigger)
+            if trigger:
+                triggered.append({**part, "begin": trigger + rest})
         return {
             "type": "triggered_tags",
             "triggers": [form.trigger],
-            "tags": [
-                {**part, "begin": form.trigger + part["begin"].partition(form.trigger)[2]}
-                for part in parts
-                if form.trigger in part["begin"]
-            ],
+            "tags": triggered,
             "stop_after_first": once or form.separator is not None,
-            "excludes": [] if reasoning is None else [reasoning.begin],
+            "excludes": _begins(reasoning),
         }
     if form.preamble is not None:
         begin, end = form.preamble
-        section = _sequence({"type": "optional", "content": _tag(begin, {"type": "any_text"}, end)}, section)
+        section = _sequence(_optional(_tag(begin, {"type": "any_text"}, end)), section)
     if calls.required:
         return section
-    if form.answer:
-        text = {"type": "regex", "pattern": form.answer}
-    else:
-        text = None
-    return {"type": "or", "elements": [section, _answered(reasoning, calls.answer or text)]}
+    answer = calls.answer
+    if answer is None and form.answer:
+        answer = {"type": "regex", "pattern": form.answer}
+    return {"type": "or", "elements": [section, _answered(reasoning, answer)]}
 
 
 def _call(form: ToolFormat, begin: str, function: Function) -> dict[str, Any]:
     """Return the tag of a call."""
     first, *others = begin.replace(NAME, function.name).split(NUMBER)
-    arguments = {"type": "json_schema", "json_schema": function.parameters, "style": form.style}
-    content = function.text or arguments
+    content: dict[str, Any] = {"type": "json_schema", "json_schema": function.parameters, "style": form.style}
+    end = form.call[1]
+    if function.text is not None:
+        content = as_format(function.text)
+        end = ""
     for text in others:
         content = _sequence({"type": "regex", "pattern": r"\d{1,3}"}, _literal(text), content)
-    return _tag(first, content, "" if function.text else form.call[1])
+    return _tag(first, content, end)
 
 
 def answer_format(
@@ -357,38 +362,49 @@ def answer_format(
         form = _answered(reasoning, answer)
     if reasoning is None or thinking == "no":
         return form
-    if thinking == "possible":
-        begin = reasoning.begin
-    else:
-        begin = ""
-    thoughts = _tag(begin, {"type": "any_text", "max_tokens": max_tokens}, reasoning.end)
-    lines = {"type": "optional", "content": {"type": "or", "elements": [_literal("\n"), _literal("\n\n")]}}
-    phase = _sequence(thoughts, _literal(reasoning.between) if reasoning.between else lines)
-    return _sequence({"type": "optional", "content": phase} if thinking == "possible" else phase, form)
+    between = _literal(reasoning.between)
+    if not reasoning.between:
+        between = _optional({"type": "or", "elements": [_literal("\n"), _literal("\n\n")]})
+    thoughts = {"type": "any_text", "max_tokens": max_tokens}
+    if thinking == "open":
+        return _sequence(_tag("", thoughts, reasoning.end), between, form)
+    return _sequence(_optional(_sequence(_tag(reasoning.begin, thoughts, reasoning.end), between)), form)
 
 
 def as_format(constraint: Constraint) -> dict[str, Any]:
-    """Convert a constraint to a format (of a structural tag)."""
+    """Return the format (of a structural tag) of a constraint. The format contains the constraint, or its contents."""
     match constraint.kind:
-        case "json_schema":
-            return {"type": "json_schema", "json_schema": json.loads(constraint.source)}
-        case "regex":
-            return {"type": "regex", "pattern": constraint.source}
-        case "choice":
-            return {"type": "choice", "choice": constraint.choices}
-        case "grammar":
-            return {"type": "grammar", "grammar": constraint.source}
         case "json_object":
             return {"type": "json_object"}
-    form: dict[str, Any] = json.loads(constraint.source)["format"]
-    return form
+        case "regex":
+            return {"type": "regex", "pattern": constraint}
+        case "structural_tag":
+            document = constraint.value
+            for pointer, content in constraint.contents.items():
+                if content.kind != "json_object":
+                    document = replaced(document, pointer, content)
+            form: dict[str, Any] = document["format"]
+            return form
+        case kind:
+            return {"type": kind, kind: constraint}
 
 
 def _answered(reasoning: ReasoningFormat | None, answer: dict[str, Any] | None) -> dict[str, Any]:
-    answer = answer or {"type": "any_text", "excludes": [] if reasoning is None else [reasoning.begin]}
+    answer = answer or {"type": "any_text", "excludes": _begins(reasoning)}
     if reasoning is not None and reasoning.answer:
         return _sequence(_literal(reasoning.answer), answer)
     return answer
+
+
+def _begins(reasoning: ReasoningFormat | None) -> list[str]:
+    """Return the text that begins thoughts, which free text excludes, as a list."""
+    if reasoning is None:
+        return []
+    return [reasoning.begin]
+
+
+def _optional(content: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "optional", "content": content}
 
 
 def _literal(text: str) -> dict[str, Any]:

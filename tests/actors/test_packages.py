@@ -98,12 +98,13 @@ def test_a_large_frame_is_sealed_once_however_often_it_is_sent() -> None:
     connecting.join()
     while True:  # until the socket takes no more
         channel.send(bytes(1 << 20))
-        if channel._unsent:
+        _, unsent = channel._unsent
+        if unsent:
             break
-    (package,) = channel._unsent
+    (package,) = unsent
     assert isinstance(package, SealedMemory)
     channel.push()
-    assert [*channel._unsent] == [package]
+    assert [*unsent] == [package]
     channel.close()
     for end in ends:
         end.close()

@@ -33,7 +33,7 @@ ENDLESS = Constraint.regex("(a|b)*a(a|b){20}")
 
 @pytest.fixture(scope="module")
 def pool(local_ray: None) -> Iterator[RayPool]:
-    pool = RayPool(BYTES, num_actors=1)
+    pool = RayPool(BYTES, num_actors=1).started()
     yield pool
     pool.shutdown()
 
@@ -75,11 +75,12 @@ def test_its_token_is_its_own_and_for_this_user_only(local_ray: None) -> None:
 
 
 JOIN = """
-import sys
+import sys, threading
 from actors.cluster import Cluster
 from guided.errors import PoolUnavailable
 try:
     cluster = Cluster.join(sys.argv[1])
+    cluster.session(threading.Event())
     print("joined", cluster.head)
     cluster.leave()
 except PoolUnavailable as error:
@@ -110,7 +111,11 @@ def test_a_cluster_that_is_silent_is_given_up_soon() -> None:
     assert f"cannot join the Ray cluster at {address}: its GCS server, or this node's raylet, does not answer" in said
 
 
-CONNECT = "import sys; from actors.cluster import Driver; Driver({'address': sys.argv[1]}, {}).connect()"
+CONNECT = """
+import sys, threading
+from actors.cluster import Driver
+Driver(threading.Event(), {'address': sys.argv[1]}, {})
+"""
 
 
 def test_the_driver_ends_with_the_engine_while_ray_is_silent() -> None:
@@ -151,10 +156,47 @@ def test_an_actor_gives_precedence_to_the_engine(pool: RayPool) -> None:
         assert int(found.rpartition(" ")[2]) > 0
 
 
+def test_a_pool_starts_with_its_first_constraint(local_ray: None) -> None:
+    pool = RayPool(BYTES, num_actors=1, pool_wait=0.0)
+    assert pool.status().workers == []
+    future = pool.compile(Constraint.regex("a+"), ("llguidance",))
+    assert [worker.state for worker in pool.status().workers] == ["starting"]
+    pool.open(GuidedSequence("request", 1, []), future.result(WAIT))
+    pool.submit([GuidedSequence("request", 1, [])])
+    assert not pool.collect(WAIT).failed, "a sequence that waits for the start does not fail"
+    assert pool.status().healthy
+    pool.shutdown()
+
+
+def test_a_pool_that_cannot_start_refuses_constraints_with_the_reason() -> None:
+    code = """
+from byte_vocabulary import BYTES
+from actors import RayPool
+from guided.constraint import Constraint
+from guided.errors import PoolUnavailable
+from guided.sequence import GuidedSequence
+
+pool = RayPool(BYTES, address="127.0.0.1:1", num_actors=2)
+grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(120)
+sequence = GuidedSequence("request", 1, [])
+pool.open(sequence, grammar)
+pool.submit([sequence])
+print(pool.collect().failed)
+try:
+    pool.started()
+except PoolUnavailable as error:
+    print(error)
+print(pool.compile(Constraint.regex("a"), ("llguidance",)).exception())
+pool.shutdown()
+"""
+    for said in run(code).splitlines():
+        assert "did not start: cannot join the Ray cluster at 127.0.0.1:1: [Errno 111] Connection refused" in said
+
+
 def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) -> None:
     others = {each.pid for each in psutil.Process().children()}  # among them the fork server of the other tests' pool
     pinned: list[tuple[int, ...]] = []
-    pool = RayPool(BYTES, num_actors=1, slots=5, pin=lambda masks: pinned.append(masks.shape))
+    pool = RayPool(BYTES, num_actors=1, slots=5, pin=lambda masks: pinned.append(masks.shape)).started()
     assert pinned == [(5, WORDS)], "before the actor is up"
     grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(WAIT)
     sequence = GuidedSequence("request", 1, [])
@@ -178,4 +220,4 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) 
 def test_another_version_of_the_package_is_refused(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "package_version", lambda: "0.0.1")
     with pytest.raises(PoolUnavailable, match=r"has version .* of guided, and this process 0\.0\.1: install the same"):
-        RayPool(BYTES, num_actors=1)
+        RayPool(BYTES, num_actors=1).started()

@@ -67,7 +67,7 @@ address = sys.argv[1]
 joined = Cluster.join(address)  # the pools share this connection
 
 def open_pool(**options):
-    pool = RayPool(BYTES, address=address, **options)
+    pool = RayPool(BYTES, address=address, **options).started()
     until(lambda: all(worker.state == "up" for worker in pool.status().workers), 120)
     return pool
 
@@ -94,7 +94,7 @@ print(nodes["guided_mask"] == nodes["pool=masks"] != nodes["local"])
 for wrong in ({"placement": "nonesuch"}, {"num_actors": 5}):
     started = time.monotonic()
     try:
-        RayPool(BYTES, address=address, **{"num_actors": 2, "actor_cpus": 0.4, **wrong})
+        RayPool(BYTES, address=address, **{"num_actors": 2, "actor_cpus": 0.4, **wrong}).started()
     except PoolUnavailable as error:
         print(error, "after seconds" if time.monotonic() - started < 30 else "too late")
 assert not ray.is_initialized()
@@ -105,7 +105,7 @@ print(finding.level, finding.text)
 # There is room for the actors of both pools, but not before that of the first one has ended.
 first = open_pool(num_actors=1, placement="local", actor_cpus=0.4)
 ray_pool.CALL_SECONDS = 1.0
-second = RayPool(BYTES, address=address, num_actors=2, actor_cpus=0.4)
+second = RayPool(BYTES, address=address, num_actors=2, actor_cpus=0.4).started()
 print([worker.state for worker in second.status().workers].count("up"), "of 2 actors are up")
 first.shutdown()
 until(lambda: all(worker.state == "up" for worker in second.status().workers), 120)
@@ -130,7 +130,7 @@ import sys, time
 from byte_vocabulary import BYTES
 from actors import RayPool
 
-pool = RayPool(BYTES, num_actors=2, address=sys.argv[1], placement="spread", actor_cpus=0.25)
+pool = RayPool(BYTES, num_actors=2, address=sys.argv[1], placement="spread", actor_cpus=0.25).started()
 while not all(worker.pid for worker in pool.status().workers):
     time.sleep(0.1)
 print(*[worker.pid for worker in pool.status().workers], flush=True)
@@ -165,7 +165,7 @@ from guided.constraint import Constraint
 from guided.sequence import GuidedSequence
 
 options = {"placement": "guided_mask", "actor_cpus": 0.25, "max_replays": 1, "pool_wait": 120}
-pool = RayPool(BYTES, num_actors=1, address=sys.argv[1], **options)
+pool = RayPool(BYTES, num_actors=1, address=sys.argv[1], **options).started()
 grammar = pool.compile(Constraint.regex("[a-z]{1500}"), ("outlines",)).result(60)
 output = tokens("a")
 sequence = GuidedSequence("request", 1, output)

@@ -61,7 +61,7 @@ def test_a_mask_actor_starts_without_readers_of_schemas() -> None:
 
 
 def test_neither_an_actor_nor_a_compile_process_has_it(local_ray: None) -> None:
-    pool = RayPool(BYTES, num_actors=1)
+    pool = RayPool(BYTES, num_actors=1).started()
     try:
         for number, name in enumerate(BACKENDS):
             sequence = GuidedSequence("request", number, [])

@@ -20,7 +20,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import ContextLengthExceeded
 from guided.pools.protocol import MaskPool
-from guided.processors.interface import SampledEdit
+from guided.processors.logit_post_processor import SampledEdit
 from tests.engine.conftest import run
 from tests.engine.test_beam_search import beams, expected
 from tests.engine.test_late_rows import count_computed

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.logits_processors import VllmConfig
-from engine.logits_processors.processors import LogitsProcessors
+from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
 from engine.model.attention import ATTENTION
 from engine.model.config import model_factory
 from engine.model.fusion import fuse
@@ -143,7 +143,7 @@ def test_kernels_of_a_layer(title: str, kernels: int, fused: int, triton_launche
 def test_sampling_mixes_no_devices() -> None:
     """Only copies of what the host knows go to the device."""
     batch = Batch([], [new_sequence(SamplingParams(top_p=0.5, top_k=3), [1])], [], [])
-    sampler = Sampler(LogitsProcessors(VllmConfig(), META), {0})
+    sampler = Sampler(CustomLogitsProcessors(VllmConfig(), META), {0})
     sampler.processors.begin(batch)
     with Kernels() as kernels, pytest.raises(NotImplementedError):  # the tokens have no values
         sampler.sample(torch.empty(1, 3000, device=META), batch)

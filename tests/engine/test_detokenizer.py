@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.sampling_params import SamplingParams
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 from guided.vocabulary import Vocabulary
 
 FREE = SamplingParams()

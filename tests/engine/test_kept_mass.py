@@ -18,7 +18,7 @@ from engine.outputs import RequestOutput
 from engine.sampler import PROBE_STEPS
 from engine.sampling_params import SamplingParams
 from guided.pools.inline import InlinePool
-from guided.processors.interface import LogitPostProcessor
+from guided.processors.logit_post_processor import LogitPostProcessor
 from tests.engine.conftest import MakeEngine, run
 
 Tokens = tuple[int, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from engine.step.batch import Batch
 from guided.errors import BackendError, WorkerDied
-from guided.processors.interface import LogitPostProcessor
-from guided.sequence import GuidedSequence
+from guided.processors.logit_post_processor import LogitPostProcessor, SampledEdit
+from guided.sequence import SequenceOutput
 from tests.engine.conftest import MakeEngine, finish, run
 
 PROMPT = "Zwölf Boxkämpfer"
@@ -122,12 +122,16 @@ def test_beams_wait_for_each_other_and_others_do_not(make_engine: MakeEngine, ti
 
 def test_a_post_processor_gets_each_token_once(make_engine: MakeEngine, tiny_model: LoadedModel) -> None:
     class Noting(LogitPostProcessor):
+        needs_samples = True
+
         def __init__(self) -> None:
             self.seen: dict[int, list[int]] = {}
 
-        def sampled(self, seq: GuidedSequence, token_id: int, logprobs: Any) -> tuple[int, list[int], bool]:
-            self.seen.setdefault(seq.sequence_id, []).append(token_id)
-            return 0, [token_id], False
+        def edits(self, sequences: Any, samples: Sequence[SequenceOutput | None] = ()) -> dict[int, SampledEdit]:
+            for sample in samples:
+                if sample is not None:
+                    self.seen.setdefault(sample.parent_seq_id, []).append(sample.output_token)
+            return {}
 
     pool, noting, generator = FaultyPool(tiny_model.vocabulary), Noting(), random.Random(1)
     pool.delay = lambda sequence_id, position: generator.choice([0, 0, 1, 4])

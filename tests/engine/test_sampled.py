@@ -15,7 +15,7 @@ from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError
 from guided.pools.inline import InlinePool
-from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
 from tests.engine.conftest import run
 
@@ -40,10 +40,10 @@ class Own(LogitPostProcessor):
         self.decide = decide
         self.max_rollback = max_rollback
 
-    def prepare(self, sequences: Sequence[GuidedSequence], logits_rows: Any = None) -> None:
+    def prepare(self, sequences: Sequence[GuidedSequence], *rows: Any, **named: Any) -> None:
         self.sequences = sequences
 
-    def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+    def edits(self, sequences: Sequence[GuidedSequence], samples: Any = ()) -> dict[int, SampledEdit]:
         decided = {each.sequence_id: self.decide(list(each.output_token_ids)) for each in sequences}
         return {name: edit for name, edit in decided.items() if edit is not None}
 

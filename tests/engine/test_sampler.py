@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from engine.logits_processors import VllmConfig
-from engine.logits_processors.processors import LogitsProcessors
+from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
 from engine.sampler import SUPPRESSED, Sampler
 from engine.sampling_params import SamplingParams
 from engine.step.batch import Batch
@@ -33,7 +33,7 @@ def sequence(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed:
 def begun(*rows: Sequence) -> tuple[Sampler, Batch]:
     """A sampler at the beginning of a step, and the step's batch."""
     batch = Batch([], list(rows), [], [])
-    sampler = Sampler(LogitsProcessors(VllmConfig(), torch.device("cpu")), [EOS])
+    sampler = Sampler(CustomLogitsProcessors(VllmConfig(), torch.device("cpu")), [EOS])
     sampler.processors.begin(batch)
     return sampler, batch
 

@@ -16,7 +16,7 @@ from examples.default_model_training.tokenizer import load
 from guided.constraint import Constraint
 from guided.errors import BackendError, UnsupportedConstraint
 from guided.pools.inline import InlinePool
-from guided.processors.standard import GuidedProcessor
+from guided.processors.guided_processor import GuidedProcessor
 from guided.vocabulary import Vocabulary
 
 DATE = r"20\d\d-\d\d-\d\d"

@@ -55,7 +55,7 @@ def test_what_cannot_be_read_is_not_over_the_limit(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="module")
 def pool(local_ray: None) -> Iterator[RayPool]:
-    pool = RayPool(BYTES, num_actors=2, actor_memory_bytes=LIMIT, mask_limit=60.0)
+    pool = RayPool(BYTES, num_actors=2, actor_memory_bytes=LIMIT, mask_limit=60.0).started()
     yield pool
     pool.shutdown()
 

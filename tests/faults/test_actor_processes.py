@@ -20,7 +20,7 @@ from guided.errors import GrammarLoadTimeout, MaskTimeout, WorkerDied
 
 @pytest.fixture(scope="module")
 def pool(local_ray: None) -> Iterator[RayPool]:
-    pool = RayPool(BYTES, num_actors=2, mask_limit=2.0)
+    pool = RayPool(BYTES, num_actors=2, mask_limit=2.0).started()
     yield pool
     pool.shutdown()
 

@@ -39,7 +39,9 @@ INTERNAL = {"backend_error", "constraint_not_met", "dead_end", "token_rejected",
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: LoadedModel, local_ray: None) -> Iterator[AsyncLLM]:
-    pool = RayPool(tiny_model.vocabulary, num_actors=1, compile_limits=CompileLimits(processes=1, seconds=3.0))
+    pool = RayPool(
+        tiny_model.vocabulary, num_actors=1, compile_limits=CompileLimits(processes=1, seconds=3.0)
+    ).started()
     engine = AsyncLLM(tiny_model, pool, EngineConfig(max_num_seqs=8, max_model_len=96))
     yield engine
     engine.shutdown()

@@ -16,7 +16,7 @@ from driven_pool import DrivenPool, gone, until
 from actors import RayPool
 from guided.errors import WorkerDied
 
-pool = RayPool(BYTES, num_actors=1, pool_wait=120.0)
+pool = RayPool(BYTES, num_actors=1, pool_wait=120.0).started()
 driven = DrivenPool(pool)
 for name in "raylet", "gcs_server":
     lost, pids = driven.open("length=1000", number=4), driven.pids

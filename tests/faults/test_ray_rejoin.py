@@ -16,7 +16,8 @@ from guided.errors import PoolUnavailable, WorkerDied
 with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
     command = [sys.executable, "-m", "ray_clusters", directory, "1"]
     head = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    pool = RayPool(BYTES, num_actors=1, address=head.stdout.readline().strip(), pool_wait=3.0, actor_cpus=0.25)
+    address = head.stdout.readline().strip()
+    pool = RayPool(BYTES, num_actors=1, address=address, pool_wait=3.0, actor_cpus=0.25).started()
     driven = DrivenPool(pool)
     (lost,) = driven.open("sound length=1000")
     driven.go_on([lost], 2)

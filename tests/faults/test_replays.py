@@ -35,7 +35,7 @@ def poisoned(fault: str) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def pool(tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
-    pool = RayPool(tiny_model.vocabulary, num_actors=2, mask_limit=2.0, max_replays=1)
+    pool = RayPool(tiny_model.vocabulary, num_actors=2, mask_limit=2.0, max_replays=1).started()
     yield pool
     pool.shutdown()
 
@@ -124,7 +124,7 @@ def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
     tiny_model: LoadedModel, expected: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: set[str] = set()
-    pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, pool_wait=3.0)
+    pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, pool_wait=3.0).started()
     monkeypatch.setattr(processes, "package_version", lambda: "another")  # the next ones are refused
 
     def kill_all(engine: LLMEngine) -> None:

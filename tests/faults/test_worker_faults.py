@@ -27,7 +27,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def pool(tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
-    pool = RayPool(tiny_model.vocabulary, num_actors=2)
+    pool = RayPool(tiny_model.vocabulary, num_actors=2).started()
     yield pool
     pool.shutdown()
 

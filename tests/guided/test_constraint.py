@@ -41,7 +41,7 @@ class TestCanonical:
 
     def test_choices_come_back_once_each_and_in_order(self) -> None:
         options = ["b", "a", "b", 'quo"te\\', "é\n"]
-        assert Constraint.choice(options).choices == ["b", "a", 'quo"te\\', "é\n"]
+        assert Constraint.choice(options).value == ["b", "a", 'quo"te\\', "é\n"]
 
 
 class TestRefusals:
@@ -116,3 +116,17 @@ def test_strict_schema_refuse_unknown_ones() -> None:
     with pytest.raises(UnsupportedConstraint, match="'semver'") as caught:
         Constraint.json_schema({"items": {"format": "semver"}}, strict_schema=True)
     assert caught.value.pointer == "/items/format"
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [("json_schema", "json_schema"), ("regex", "pattern"), ("choice", "choice")]
+)
+def test_a_checked_constraint_is_a_part_of_a_tag(kind: Any, field: str) -> None:
+    value: Any = {"json_schema": {}, "regex": "a+", "choice": ["b"]}[kind]
+    part = Constraint.of_kind(kind, value, param="sent")
+    whole = Constraint.structural_tag({"format": {"type": kind, field: part}}, param="whole")
+    plain = Constraint.structural_tag({"format": {"type": kind, field: value}}, param="whole")
+    assert whole == plain
+    [(pointer, content)] = whole.contents.items()
+    assert (pointer, content.value, content.origin) == (f"/format/{field}", value, ("whole", pointer))
+    assert part.origin == ("sent", "")

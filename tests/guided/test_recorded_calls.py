@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from guided.constraint import Constraint
 from guided.tools.formats import REASONING_FORMATS, Calls, Function, tool_format
-from guided.tools.parser import OutputParser
+from guided.tools.output_parser import OutputParser
 
 FORMATS = {
     "DeepSeek-V3-0324": ("deepseek_r1", "think"),
@@ -45,7 +46,8 @@ def read(fixture: Any, prompt: str, formats: tuple[str, str], step: int) -> dict
     thinking = reasoning is not None and prompt.rstrip().endswith(reasoning.begin.rstrip())
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end) and not (reasoning.answer or reasoning.finish):
         reasoning = None
-    functions = [Function(tool["function"]["name"], tool["function"].get("parameters") or {}) for tool in fixture.tools]
+    described = [tool["function"] for tool in fixture.tools]
+    functions = [Function(each["name"], Constraint.json_schema(each.get("parameters") or {})) for each in described]
     anywhere = Calls(tools, functions, required=False, parallel=True).anywhere(reasoning)
     parser = OutputParser(reasoning, thinking=thinking, tools=tools, functions=functions, anywhere=anywhere)
     output = fixture.raw_output

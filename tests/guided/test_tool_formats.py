@@ -30,7 +30,7 @@ from guided.tools.formats import (
     detect,
     tool_format,
 )
-from guided.tools.parser import OutputParser, Piece
+from guided.tools.output_parser import OutputParser, Piece
 from guided.vocabulary import Vocabulary
 
 
@@ -44,6 +44,10 @@ def known_format(name: str) -> ToolFormat:
     found = tool_format(name)
     assert found is not None
     return found
+
+
+def function_of(name: str, schema: dict[str, Any], text: Constraint | None = None) -> Function:
+    return Function(name, Constraint.json_schema(schema), text)
 
 
 LEAVES = st.sampled_from(
@@ -151,7 +155,7 @@ def test_what_is_enforced_is_what_is_read(
     form = known_format(name)
     reasoning = REASONING_FORMATS.get(name if thinking is None or name in ("harmony", "kimi_k3") else "think")
     answer = {"type": "json_schema", "json_schema": {"enum": [form.trigger]}} if with_answer else None
-    offered = [Function(each, schema) for each, schema in functions.items()]
+    offered = [function_of(each, schema) for each, schema in functions.items()]
     calls = Calls(form, offered, required, parallel, answer)
     format_ = answer_format(calls, reasoning, thinking or "no")
     constraint = Constraint.structural_tag({"type": "structural_tag", "format": format_})
@@ -230,8 +234,8 @@ SAMPLES: dict[str, tuple[str, tuple[str, str, list[tuple[str, Any]]]]] = {
 
 Those of the other formats are in `test_recorded_calls.py`.
 """
-F = Function("f", {"type": "object", "properties": {"a": {"type": "string"}}})
-G = Function("g", {"type": "object", "properties": {"b": {"type": "array"}}})
+F = function_of("f", {"type": "object", "properties": {"a": {"type": "string"}}})
+G = function_of("g", {"type": "object", "properties": {"b": {"type": "array"}}})
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -268,7 +272,7 @@ TEXTS = [
     "",
     "True, null",
 ]
-MANY = Function(
+MANY = function_of(
     "f",
     {
         "type": "object",
@@ -347,7 +351,7 @@ def test_strings_between_special_tokens() -> None:
     names = {"</s>": 0, **special}
     tokens = [{"id": token, "content": name, "special": True} for name, token in names.items()]
     vocabulary = Vocabulary(data, (0,), frozenset(names.values()), 288, json.dumps({"added_tokens": tokens}))
-    function = Function("f", {"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}, "b": {}}})
+    function = function_of("f", {"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}, "b": {}}})
     form = answer_format(Calls(known_format("gemma_4"), [function], True, True), None)
     matcher = Backends(vocabulary)["llguidance"].compile(Constraint.structural_tag({"format": form})).matcher()
 
@@ -411,7 +415,7 @@ def test_cut_thoughts_leave_no_text(name: str) -> None:
     ],
 )
 def test_the_schema_decides_between_text_and_json(written: str, schema: Any, read: Any) -> None:
-    function = Function("f", {"type": "object", "properties": {"a": schema}})
+    function = function_of("f", {"type": "object", "properties": {"a": schema}})
     parser = OutputParser(tools=tool_format("glm_4_7"), functions=[function])
     output = f"<tool_call>f<arg_key>a</arg_key><arg_value>{written}</arg_value></tool_call>"
     [(_, arguments)] = joined(parser.feed(output, finished=True))[2]
@@ -419,7 +423,7 @@ def test_the_schema_decides_between_text_and_json(written: str, schema: Any, rea
 
 
 def test_arguments_that_are_no_json_end_the_output(backends: Backends, vocabulary: Vocabulary) -> None:
-    function = Function("f", {}, {"type": "regex", "pattern": "[a-z ]+"})
+    function = function_of("f", {}, Constraint.regex("[a-z ]+"))
     calls = Calls(known_format("hermes"), [function], required=True, parallel=True)
     constraint = Constraint.structural_tag({"type": "structural_tag", "format": answer_format(calls, None)})
     output = '<tool_call>\n{"name": "f", "arguments": select all'
@@ -467,7 +471,7 @@ def test_formats_are_chosen_from_the_template(template: str, tools: str | None, 
 def test_elements_of_any_name_end_with_any_name(backends: Backends, vocabulary: Vocabulary, parameters: Any) -> None:
     """MiniMax M3 writes a name at both ends of an element, which a mask can't compare."""
     form = known_format("minimax_m3")
-    function = Function("ns:f", {**parameters, "type": "object"})
+    function = function_of("ns:f", {**parameters, "type": "object"})
     document = answer_format(Calls(form, [function], required=True, parallel=False), None)
     grammar = backends["llguidance"].compile(Constraint.structural_tag({"format": document}))
     elements = f"{M3}<a>x{M3}</a>{M3}<b c>y{M3}</d>"

@@ -35,7 +35,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[MaskPool]:
         pool = InlinePool(BYTES, forced_tokens=True)
     else:
         request.getfixturevalue("local_ray")
-        pool = RayPool(BYTES, num_actors=2, forced_tokens=True)
+        pool = RayPool(BYTES, num_actors=2, forced_tokens=True).started()
     yield pool
     pool.shutdown()
     pool.shutdown()

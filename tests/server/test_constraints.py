@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from engine.sampling_params import SamplingParams
+from engine.server.http_errors import FieldNames
 from engine.server.options import ServerSettings
 from engine.server.request.bodies import ChatRequest
 from engine.server.request.constraints import RequestedConstraint, requested_constraint
-from engine.server.request.job import Job
+from engine.server.request.job import Job, OutputForm
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, GuidedError, InvalidConstraint, InvalidRequest, UnsupportedConstraint
 
@@ -26,8 +27,11 @@ OLDER_TAG: dict[str, Any] = {
 }
 
 
+MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
 def chat(**fields: Any) -> ChatRequest:
-    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
+    return ChatRequest.model_validate(MESSAGES | fields)
 
 
 def of(**fields: Any) -> RequestedConstraint:
@@ -67,7 +71,10 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("kind", "value", "fields", "param"), OTHERS)
 def test_every_spelling_is_one_constraint(kind: Any, value: Any, fields: dict[str, Any], param: str) -> None:
     expected = Constraint.of_kind(kind, value, open_objects=False, param=kind)
-    assert of(**fields) == RequestedConstraint(expected, "auto", param)
+    found = of(**fields)
+    assert found == RequestedConstraint(expected, "auto")
+    assert found.constraint is not None
+    assert found.constraint.origin == (param, "")
 
 
 def test_limits_hold() -> None:
@@ -147,17 +154,26 @@ CLOSED = "structured_outputs.disable_additional_properties"
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], kind: type[GuidedError], param: str, says: str) -> None:
+    names = FieldNames()
+
+    def build() -> SamplingParams:
+        body = ChatRequest.model_validate(MESSAGES | fields, context={"names": names})
+        wanted = requested_constraint(body, ServerSettings())
+        return SamplingParams(constraint=wanted.constraint, backend=wanted.backend)
+
     with pytest.raises(kind) as raised:
-        of(**fields)
+        build()
+    names.respell(raised.value)
     assert raised.value.param == param
     assert says in str(raised.value)
 
 
 def test_errors_of_the_compilation_are_respelled() -> None:
-    job = Job("1", "1", [[1], [2]], SamplingParams(regex="a+"), of(guided_regex="a+").param, stream=False)
-    assert job.respell(InvalidConstraint("bad", param="regex"), 0).param == "guided_regex"
-    assert job.respell(InvalidConstraint("bad"), 0).param == "guided_regex"
-    assert job.respell(InvalidRequest("bad", param="stop"), 0).param == "stop"
+    form = OutputForm(of(guided_regex="a+").constraint)
+    job = Job("1", "1", [[1], [2]], SamplingParams(regex="a+"), stream=False, form=form)
+    assert job.located(InvalidConstraint("bad", param="regex"), 0).param == "guided_regex"
+    assert job.located(InvalidConstraint("bad"), 0).param == "guided_regex"
+    assert job.located(InvalidRequest("bad", param="stop"), 0).param == "stop"
     kept = InvalidConstraint("bad", param="regex")
-    assert (job.respell(kept, 0).param, kept.param) == ("guided_regex", "regex"), "other requests get it, too"
-    assert job.respell(InvalidRequest("too long", param="prompt"), 1).param == "prompt[1]"
+    assert (job.located(kept, 0).param, kept.param) == ("guided_regex", "regex"), "other requests get it, too"
+    assert job.located(InvalidRequest("too long", param="prompt"), 1).param == "prompt[1]"

@@ -28,9 +28,9 @@ from engine.step.logprobs import Logprob
 from engine.step.sequence import SequenceStatus
 from guided.errors import InternalError, PostProcessorFailed, WorkerDied
 from guided.pools.inline import InlinePool
-from guided.processors.bundle import ProcessorBundle
-from guided.processors.interface import ApplyReport, LogitPostProcessor
-from guided.processors.standard import GuidedProcessor
+from guided.processors.guided_processor import GuidedProcessor
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor
+from guided.processors.post_processors import PostProcessors
 from guided.sequence import GuidedSequence
 from tests.engine.conftest import MakeEngine, finish
 
@@ -41,7 +41,7 @@ FREE = SamplingParams(temperature=0.0, max_tokens=8)
 DIGITS = SamplingParams(regex="[0-9]{8}", temperature=0.0, max_tokens=12)
 
 
-def engine_with(model: LoadedModel, *processors: LogitPostProcessor, pool: Any = None, **config: Any) -> LLMEngine:
+def engine_with(model: LoadedModel, *processors: Any, pool: Any = None, **config: Any) -> LLMEngine:
     pool = pool or InlinePool(model.vocabulary)
     engine: LLMEngine = LLM(model, pool, processor=processors[0] if processors else None, **config).engine
     return engine
@@ -77,33 +77,46 @@ def test_masks_of_a_batch_are_computed_by_ray_actors_meanwhile(
 # -- "Upon failures, engine will die"
 
 
-class Raising(LogitPostProcessor):
-    """Raises once in a method: after two calls, or at once if that method is called rarely."""
+class Doing:
+    """The methods of the RFC's class and of its `SequenceController`. They change nothing."""
 
-    def __init__(self, method: str, all_rows: bool) -> None:
-        self.all_rows, self.max_rollback = all_rows, 1
-        self.calls, self.raised = 0, False
-        real = getattr(self, method)
+    all_rows = True
+    max_rollback = 1
 
-        def raising(*arguments: Any, **named: Any) -> Any:
-            self.calls += 1
-            if self.calls >= (1 if "free" in method else 3) and not self.raised:
-                self.raised = True
-                raise LookupError(f"once, in {method}")
-            return real(*arguments, **named)
+    def initialize(self, config: Any) -> None: ...
 
-        setattr(self, method, raising)
+    def prepare(self, rows: Any) -> None: ...
 
-    @property
-    def needs_samples(self) -> bool:
-        return True
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def sampled(self, seq: GuidedSequence, token_id: int, logprobs: Any) -> tuple[int, list[int], bool]:
+        return 0, [token_id], False
+
+
+def raising(method: str, all_rows: bool) -> Any:
+    """A processor that raises once in a method: after two calls, or at once if that method is called rarely."""
+    processor: Any = Doing() if method == "sampled" else LogitPostProcessor()
+    processor.all_rows, processor.max_rollback, processor.needs_samples = all_rows, 1, True
+    processor.calls, processor.raised = 0, False
+    real = getattr(processor, method)
+
+    def raise_once(*arguments: Any, **named: Any) -> Any:
+        processor.calls += 1
+        if processor.calls >= (1 if "free" in method else 3) and not processor.raised:
+            processor.raised = True
+            raise LookupError(f"once, in {method}")
+        return real(*arguments, **named)
+
+    setattr(processor, method, raise_once)
+    return processor
 
 
 RARE = ("initialize", "sampled", "rollback", "free_sequence")
 METHODS = [*RARE, "free", "prepare", "apply", "edits", "decided"]
 
 
-def under_load(model: LoadedModel, processor: LogitPostProcessor | None) -> LLMEngine:
+def under_load(model: LoadedModel, processor: Any) -> LLMEngine:
     """An engine with 8 free and 8 guided requests: of several outputs, beams, some with late masks."""
     pool = FaultyPool(model.vocabulary)
     pool.delay = lambda sequence_id, position: 1 if position % 4 == 3 else 0
@@ -140,7 +153,7 @@ def expected(tiny_model: LoadedModel) -> dict[str, Any]:
 def test_a_processor_that_raises_ends_its_groups_only(
     tiny_model: LoadedModel, expected: dict[str, Any], method: str, all_rows: bool
 ) -> None:
-    processor = Raising(method, all_rows)
+    processor = raising(method, all_rows)
     engine = under_load(tiny_model, processor)
     groups = dict(engine.groups)
     found = finish(engine)
@@ -164,18 +177,20 @@ WRONG: dict[str, Any] = {
     "sampled: no token": {"sampled": lambda seq, token, logprobs: (0, [token, None], False)},
     "sampled: a negative count": {"sampled": lambda seq, token, logprobs: (-2, [token + 1], False)},
     "sampled: no count": {"sampled": lambda seq, token, logprobs: (0.5, [token], False)},
-    "edits: a list": {"edits": lambda sequences: [1]},
-    "edits: no edit": {"edits": lambda sequences: {sequences[0].sequence_id: (1,)}},
-    "apply: a list": {"apply": lambda logits: ApplyReport(failed=[1])},
-    "apply: a text": {"apply": lambda logits: ApplyReport(failed={0: "text"})},
-    "apply: another shape": {"apply": lambda logits: logits[:, 1:]},
+    "edits: a list": {"edits": lambda sequences, samples: [1]},
+    "edits: no edit": {"edits": lambda sequences, samples: {sequences[0].sequence_id: (1,)}},
+    "apply: a list": {"apply": lambda logits, deadline: ApplyReport(failed=[1])},
+    "apply: a text": {"apply": lambda logits, deadline: ApplyReport(failed={0: "text"})},
+    "apply: logits": {"apply": lambda logits, deadline: logits},
+    "apply: another shape": {"sampled": Doing.sampled, "apply": lambda logits: logits[:, 1:]},
 }
 
 
 @source("If any logit processor is failed, we will mark the relevant seq_group as failed")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_result_does_not_stop_the_engine(tiny_model: LoadedModel, name: str) -> None:
-    processor: Any = type("Wrong", (LogitPostProcessor,), {"all_rows": False})()
+    base = Doing if "sampled" in WRONG[name] else LogitPostProcessor
+    processor: Any = type("Wrong", (base,), {"all_rows": False})()
     for method, wrong in WRONG[name].items():
         setattr(processor, method, wrong)
     engine = engine_with(tiny_model, processor)
@@ -211,22 +226,22 @@ def test_after_ctrl_c_the_engine_goes_on(tiny_model: LoadedModel, where: Any, mo
 # -- performance
 
 
-class Literal(LogitPostProcessor):
+class Literal:
     """The RFC's class."""
 
-    def initialize(self, logit_processor_config: LogitProcessorConfig):  # type: ignore[no-untyped-def,override]
+    def initialize(self, logit_processor_config: LogitProcessorConfig):  # type: ignore[no-untyped-def]
         """Initialize the post processor. Post processor may have states
         such as thread pool or Ray actors. It should be initialized
         here.
         """
         self.calls, self.config = ["initialize"], logit_processor_config
 
-    def prepare(self, seq_gruop_metadata_list: List[SequenceGroupMetadata]):  # type: ignore[no-untyped-def,override]  # noqa: UP006
+    def prepare(self, seq_gruop_metadata_list: List[SequenceGroupMetadata]):  # type: ignore[no-untyped-def]  # noqa: UP006
         """Asynchronously prepare logit masks."""
         self.calls.append("prepare")
         self.rows = seq_gruop_metadata_list
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply the prepared masks to a given logits."""
         self.calls.append("apply")
         assert len(logits) == len(self.rows)
@@ -242,7 +257,7 @@ class Literal(LogitPostProcessor):
 @source("add some sort of free() API so resources can be freed")
 def test_the_literal_class_works_beside_the_standard_one(tiny_model: LoadedModel) -> None:
     literal, ended, pool = Literal(), list[str](), FaultyPool(tiny_model.vocabulary)
-    literal.free = ended.append  # type: ignore[method-assign]
+    literal.free = ended.append  # type: ignore[attr-defined]
     engine = engine_with(tiny_model, literal, pool=pool)
     engine.add_request("free", PROMPT, FREE)
     engine.add_request("guided", PROMPT, SamplingParams(regex="[0-9a-zA-Z]{6}", max_tokens=12))
@@ -305,10 +320,10 @@ def test_a_sequence_waits_while_its_grammar_compiles(make_engine: MakeEngine, ti
     assert group.sequences[0].status is SequenceStatus.RUNNING
 
 
-class SequenceController(LogitPostProcessor):
+class SequenceController(Doing):
     """`sampled` is the RFC's."""
 
-    def sampled(self, seq: "Sequence", token_id: int, logprobs: Dict[int, "Logprob"]) -> Tuple[int, List[int], bool]:  # type: ignore[override,type-arg]  # noqa: UP006,UP037
+    def sampled(self, seq: "Sequence", token_id: int, logprobs: Dict[int, "Logprob"]) -> Tuple[int, List[int], bool]:  # type: ignore[type-arg]  # noqa: UP006,UP037
         """
         Informs the controller a given token has been sampled.
         Returns the number of tokens to backtrack, the tokens to append,
@@ -333,7 +348,7 @@ def test_the_literal_sampled_changes_nothing(tiny_model: LoadedModel) -> None:
 @source("Returns the number of tokens to backtrack, the tokens to append, and whether to stop")
 @source("I'm the one asking for ff_tokens and backtracking")
 def test_sampled_gets_token_and_logprobs_and_edits(tiny_model: LoadedModel) -> None:
-    class Controller(LogitPostProcessor):
+    class Controller(Doing):
         max_rollback = 2
 
         def __init__(self) -> None:
@@ -390,10 +405,10 @@ def with_method(name: str, method: Any) -> tuple[type, str]:
         ("nowhere:It", "It can't be loaded"),
         (dict, "not a subclass"),
         (Broken, "can't be made"),
-        with_method("prepare", lambda self, sequences, rows, tokens: None),
-        with_method("apply", lambda self, *, logits: None),
-        with_method("initialize", lambda self: None),
-        with_method("sampled", lambda self, seq, token: None),
+        with_method("prepare", lambda self, sequences: None),
+        with_method("apply", lambda self, *, logits, deadline: None),
+        with_method("initialize", lambda self, config: None),
+        with_method("edits", lambda self, sequences: {}),
     ],
 )
 def test_what_is_no_post_processor_is_refused(tiny_model: LoadedModel, wrong: Any, why: str) -> None:
@@ -403,7 +418,7 @@ def test_what_is_no_post_processor_is_refused(tiny_model: LoadedModel, wrong: An
 
 @source("there is only one LogitPostProcessor per LLMEngine")
 def test_a_constraint_needs_the_standard_processor(tiny_model: LoadedModel) -> None:
-    without = LLMEngine(tiny_model, processor=SequenceController())
+    without = LLMEngine(tiny_model, processor=LogitPostProcessor())
     with pytest.raises(InternalError, match="enforces constraints"):
         without.add_request("r", PROMPT, DIGITS)
 
@@ -424,18 +439,18 @@ def test_prepare_gets_what_the_rfc_needs_of_each_row(tiny_model: LoadedModel) ->
         def __init__(self, all_rows: bool) -> None:
             self.all_rows, self.seen = all_rows, dict[GuidedSequence, None]()
 
-        def apply(self, logits: torch.Tensor, *deadline: Any) -> ApplyReport | None:
+        def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport | None:
             order.append(self.all_rows)
             return None
 
-        def prepare(self, sequences: Any, logits_rows: Any = None) -> None:
+        def prepare(self, sequences: Any, *rows: Any, **named: Any) -> None:
             self.seen.update(dict.fromkeys(sequences))
 
     pool, every, some = InlinePool(tiny_model.vocabulary), Looking(True), Looking(False)
-    engine = LLMEngine(tiny_model, pool=pool, processor=ProcessorBundle(GuidedProcessor(pool), every, some))
+    engine = LLMEngine(tiny_model, pool=pool, processor=PostProcessors(GuidedProcessor(pool), every, some))
     groups = engine.add_request("free", [5, 6], FREE), engine.add_request("guided", [7], DIGITS)
     finish(engine)
-    assert order[:4] == [True, False] * 2, "the members of a bundle run in order"
+    assert order[:4] == [True, False] * 2, "the members run in order"
     assert [one.request_id for one in some.seen] == ["guided"]
     for one, group in zip(every.seen, groups, strict=True):
         sequence = group.sequences[0]

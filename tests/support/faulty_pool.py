@@ -67,10 +67,10 @@ class FaultyPool(InlinePool):
             self._asked.pop(sequence_id, None)
         super().free(sequence_ids)
 
-    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self._rows = sequences
         self._computed = None
-        super().submit(sequences)
+        super().submit(sequences, batch)
 
     def collect(self, deadline: float | None = None) -> StepMasks:
         step = self._computed or super().collect(deadline)
@@ -95,10 +95,10 @@ class FaultyPool(InlinePool):
             return False
         return True
 
-    def decided(self) -> list[int]:
-        for sequence_id in self.late:
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        for sequence_id in self.late.keys() & sequence_ids:
             self.late[sequence_id] -= 1
-        return [sequence_id for sequence_id, looks in self.late.items() if looks <= 0 or sequence_id in self._lost]
+        return [number for number in sequence_ids if self.late.get(number, 0) <= 0 or number in self._lost]
 
     def lose(self, sequence_id: int, error: GuidedError | None = None) -> None:
         self._lost[sequence_id] = error or WorkerDied("told to die")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from guided.errors import PoolUnavailable
 from guided.integrations.vllm import activation
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.inline import InlinePool
-from guided.pools.opening import LazyPool
+from guided.pools.options import RayPoolOptions
 from guided.vocabulary import Vocabulary
 from tests.vllm.sample_constraints import CITIES, DATE, SCHEMA, matches, satisfies
 from tests.vllm.vllm_server import MAX_MODEL_LEN
@@ -163,9 +162,9 @@ class TestLateMasks:
         asked: Counter[tuple[int, int]] = Counter()
         submit = host.pool.submit
 
-        def counted(sequences: Any) -> None:
+        def counted(sequences: Any, *batch: int | None) -> None:
             asked.update((each.sequence_id, len(each.output_token_ids)) for each in sequences)
-            submit(sequences)
+            submit(sequences, *batch)
 
         monkeypatch.setattr(host.pool, "submit", counted)
         host.pool.delay = lambda sequence_id, position: 5 * (position == 3)
@@ -285,7 +284,7 @@ END_OF_THOUGHT, STRIDE = 19, 5
 
 def use_pool(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], InlinePool]) -> None:
     """Have managers open this pool."""
-    monkeypatch.setattr("guided.integrations.vllm.manager.lazy_pool", lambda config: LazyPool(LETTERS, open_pool))
+    monkeypatch.setattr("guided.integrations.vllm.manager.open_pool", lambda config: open_pool())
 
 
 class Reasoner:
@@ -368,25 +367,28 @@ class Subject:
 
 
 class TestStart:
-    def test_the_engine_is_ready_when_its_pool_is_open(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Requests that wait for the pool would have vLLM poll, and take the processor time that opening it needs."""
-        opened: list[InlinePool] = []
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_the_engine_waits_for_the_start_of_its_pool(self, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+        """Also if that fails. Requests that wait would have vLLM poll, and take the time that the start needs."""
+        events: list[str] = []
 
-        def open_slowly() -> InlinePool:
-            time.sleep(0.5)
-            opened.append(InlinePool(LETTERS))
-            return opened[0]
+        class SlowPool(InlinePool):
+            def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
+                super().__init__(vocabulary)
 
-        use_pool(monkeypatch, open_slowly)
-        GuidedManager(subject_config())
-        assert opened
+            def started(self) -> SlowPool:
+                events.append("started")
+                if fails:
+                    raise PoolUnavailable("told to fail")
+                return self
 
-    def test_the_engine_starts_without_its_pool(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail() -> InlinePool:
-            raise PoolUnavailable("told to fail")
+            def compile(self, *arguments: Any) -> Any:
+                raise PoolUnavailable("told to fail")
 
-        use_pool(monkeypatch, fail)
+        monkeypatch.setattr("actors.RayPool", SlowPool, raising=False)
+        monkeypatch.setattr("guided.integrations.vllm.manager.model_vocabulary", lambda config: LETTERS)
         manager = GuidedManager(subject_config())
+        assert events == ["started"]
         manager.grammar_init(structured_request())
         error = manager.errors["r"]
         assert (error.code, error.message, error.retryable) == ("pool_unavailable", "told to fail", True)

@@ -21,7 +21,7 @@ from engine.server.request.bodies import GuidedInfo, MaskTimes
 from engine.server.request.job import Job
 from engine.step.logprobs import TokenLogprobs
 from guided.errors import GuidedError, error_body
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 
 class Answer(ABC):
@@ -93,26 +93,28 @@ class Answer(ABC):
         """Build the field `guided`, with the figures that `outputs` of `requests` have at their end."""
         if self.guided is None:
             return None
-        known: dict[str, Any] = {}
+        info = self.guided.model_copy()
         if self.job.params.complete and outputs:
-            known["completed_early"] = any(output.completed_early for output in outputs)
-        if sizes := [request.effective_samples for request in requests if request.effective_samples is not None]:
-            known["effective_samples"] = min(sizes)
-        if vetoes := sum((Counter(output.vetoes) for output in outputs), Counter[str]()):
-            known["vetoes"] = vetoes
+            info.completed_early = any(output.completed_early for output in outputs)
+        sizes = [request.effective_samples for request in requests if request.effective_samples is not None]
+        info.effective_samples = min(sizes, default=None)
+        vetoes = Counter[str]()
+        for output in outputs:
+            vetoes.update(output.vetoes)
+        info.vetoes = vetoes or None
         details = [output.mask_details for output in outputs if output.mask_details is not None]
-        if details and self.guided.backend is not None:
+        if details and info.backend is not None:
             times = [request.metrics for request in requests if request.metrics is not None]
-            total = sum((span.finished_time or time.monotonic()) - (span.compiled_time or 0.0) for span in times)
-            known["masks"] = MaskTimes(
+            info.masks = MaskTimes(
                 compile=sum(request.compile_seconds for request in requests),
                 computed=sum(detail.mask_seconds for detail in details),
                 exposed=sum(detail.exposed_seconds for detail in details),
-                total=total,
+                total=sum((span.finished_time or time.monotonic()) - (span.compiled_time or 0.0) for span in times),
             )
-            if kept := [mass for detail in details for mass in detail.kept_mass if mass is not None]:
-                known["kept_mass"] = fmean(kept)
-        return self.guided.model_copy(update=known).model_dump(exclude_none=True)
+            kept = [mass for detail in details for mass in detail.kept_mass if mass is not None]
+            if kept:
+                info.kept_mass = fmean(kept)
+        return info.model_dump(exclude_none=True)
 
 
 class ChoicesAnswer(Answer):
@@ -186,27 +188,31 @@ class ChoicesAnswer(Answer):
         }
 
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:
-        of_prompts = [self._of_prompt(*numbered) for numbered in enumerate(finished)]
-        choices = [
-            {
-                "index": (index := prompt * self.job.params.n + completion.index),
-                **self.message(index, completion),
-                "finish_reason": self.finish_reason(index, completion),
-                "stop_reason": completion.stop_reason,
-                **self._of_tokens(index, completion, slice(None)),
-                **(of_prompts[prompt] if self.prompts_in_choices else {}),
-            }
-            for prompt, output in enumerate(finished)
-            for completion in output.outputs
-        ]
         answer = {
             **self._head(self.whole_object),
-            "choices": choices,
+            "choices": [],
             "usage": usage_of(finished),
             "system_fingerprint": None,
-            **({} if self.prompts_in_choices else of_prompts[0]),
-            "guided": self.guided_info(finished, [completion for output in finished for completion in output.outputs]),
         }
+        completions: list[CompletionOutput] = []
+        for prompt, output in enumerate(finished):
+            of_prompt = self._of_prompt(prompt, output)
+            completions += output.outputs
+            for completion in output.outputs:
+                index = prompt * self.job.params.n + completion.index
+                choice = {
+                    "index": index,
+                    **self.message(index, completion),
+                    "finish_reason": self.finish_reason(index, completion),
+                    "stop_reason": completion.stop_reason,
+                    **self._of_tokens(index, completion, slice(None)),
+                }
+                answer["choices"].append(choice)
+                if self.prompts_in_choices:
+                    choice |= of_prompt
+                else:
+                    answer |= of_prompt
+        answer["guided"] = self.guided_info(finished, completions)
         return to_json(answer)
 
     def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
@@ -215,14 +221,12 @@ class ChoicesAnswer(Answer):
             characters, tokens, ended = self._sent[index]
             if ended:
                 continue
-            by_token = (
-                completion.logprobs is not None or completion.mask_details is not None or self.job.reported.token_ids
-            )
-            if by_token:
+            count = tokens
+            if completion.logprobs is not None or completion.mask_details is not None or self.job.reported.token_ids:
                 count = len(completion.token_ids)
-            else:
-                count = tokens
-            contents = self.contents(index, completion, characters) or ([self.content("")] if tokens < count else [])
+            contents = self.contents(index, completion, characters)
+            if not contents and tokens < count:
+                contents = [self.content("")]
             for content in contents:  # the first chunk has the reports on the tokens
                 fields = {**content, **self._of_tokens(index, completion, slice(tokens, count))}
                 yield self._chunk(index, fields, len(completion.token_ids))
@@ -239,16 +243,20 @@ class ChoicesAnswer(Answer):
                 yield chunk
 
     def first_events(self) -> Iterator[dict[str, Any]]:
-        if self.guided is None:
-            guided = {}
-        else:
-            guided = {"guided": self.guided_info()}
+        guided: dict[str, Any] = {}
+        if self.guided is not None:
+            guided["guided"] = self.guided_info()
         for index in range(self.job.num_choices):
             opening = self.opening(index)
             of_prompt = self._of_prompt(index // self.job.params.n)
             if guided or of_prompt or opening is not None:
-                in_choice, beside = (of_prompt, guided) if self.prompts_in_choices else ({}, of_prompt | guided)
-                yield {**self._chunk(index, {**(opening or self.content("")), **in_choice}), **beside}
+                choice = opening or self.content("")
+                chunk = self._chunk(index, choice) | guided
+                if self.prompts_in_choices:
+                    chunk["choices"][0] |= of_prompt
+                else:
+                    chunk |= of_prompt
+                yield chunk
 
     def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         if self.job.reported.usage:
@@ -258,10 +266,11 @@ class ChoicesAnswer(Answer):
         """Build a chunk. `num_tokens`: number of output tokens of the choice so far."""
         choice = {"index": index, "logprobs": None, "finish_reason": None, **fields}
         chunk = {**self._head(self.chunk_object), "choices": [choice]}
-        if not self.job.reported.usage:
-            return chunk
-        prompt = self.job.prompts[index // self.job.params.n]
-        return {**chunk, "usage": usage(len(prompt), num_tokens) if self.job.reported.usage_in_chunks else None}
+        if self.job.reported.usage:
+            chunk["usage"] = None
+        if self.job.reported.usage_in_chunks:
+            chunk["usage"] = usage(len(self.job.prompts[index // self.job.params.n]), num_tokens)
+        return chunk
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -392,8 +401,10 @@ def to_json(data: Any) -> bytes:
 def usage_of(finished: Sequence[RequestOutput]) -> dict[str, Any]:
     """Count the tokens of an answer. A prompt counts once, for any n."""
     prompt = sum(len(output.prompt_token_ids) for output in finished)
-    generated = sum(len(completion.token_ids) for output in finished for completion in output.outputs)
     cached = sum(output.num_cached_tokens or 0 for output in finished)
+    generated = 0
+    for output in finished:
+        generated += sum(len(completion.token_ids) for completion in output.outputs)
     return {**usage(prompt, generated), "prompt_tokens_details": {"cached_tokens": cached}}
 
 

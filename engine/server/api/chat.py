@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from engine.server.request.job import Job, check_size, ignored_fields, sampling_
 from engine.server.request.prompts import encode_body
 from engine.server.request.tools import output_form, requested_calls
 from guided.errors import ContextLengthExceeded, InvalidConstraint, InvalidRequest
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 MAX_TRIES = 16
 """Number of times that a job is built again with a part of a schema left out. After that, the schemas of functions that
@@ -31,7 +32,9 @@ router = APIRouter(tags=["generation"], route_class=BodyRoute)
 @router.post("/v1/chat/completions", responses=RESPONSES)
 def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> JobResponse:
     """Answer a chat, constrained or not. A stream begins once the constraint is compiled."""
-    kind = _FunctionsAnswer if body.functions else _ChatAnswer
+    kind = _ChatAnswer
+    if body.functions:
+        kind = _FunctionsAnswer
     return JobResponse(kind, _chat_job(body, request, context), request, context)
 
 
@@ -77,49 +80,54 @@ def build_job(
     body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool = False
 ) -> Job:
     """Build the job of a chat. The arguments after the first two are fields of `Job`."""
-    wanted = requested_constraint(body, context.settings)
+    jobs = _jobs(body, context, request_id, http_id, at_admission)
+    return replace(next(jobs), relax=jobs.send)
+
+
+def _jobs(
+    body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool
+) -> Generator[Job, InvalidConstraint, None]:
+    """Yield the job of a chat. For each error sent, yield the job without the parts of schemas that errors named.
+
+    Raises an error that names no schema of a function that is not strict.
+    """
+    requested = requested_constraint(body, context.settings)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
+    logprobs = None
     if body.logprobs:
         logprobs = body.top_logprobs or 0
-    else:
-        logprobs = None
-    if body.max_completion_tokens is None:
+    limit = body.max_completion_tokens
+    if limit is None:
         limit = body.max_tokens
-    else:
-        limit = body.max_completion_tokens
     check_size(context, body, 1, limit, logprobs)
     prompt = encode_body(context, body, body.messages)
-    rest = body.model_copy(update={"messages": []})
+    body = body.model_copy(update={"messages": []})  # the generator keeps the body, which may be large
     refused: dict[str, list[str]] = {}
-
-    def build(error: InvalidConstraint | None = None) -> Job:
-        """Build the job, without the parts of schemas that `error` and earlier errors name."""
-        if error is not None:
-            tries = sum(map(len, refused.values()))
-            if error.param not in refused or tries > MAX_TRIES:
-                raise error
-            refused[error.param].append(error.pointer or "")
-            for places in refused.values() if tries == MAX_TRIES else ():
-                places.append("")
-        calls = requested_calls(rest, context, wanted.constraint, refused)
-        form = output_form(rest, context, wanted, calls, prompt)
-        params = sampling_params(rest, wanted, form, max_tokens=limit, logprobs=logprobs, context=context)
-        return Job(
+    tries = 0
+    while True:
+        calls = requested_calls(body, context, requested, refused)
+        form = output_form(body, context, requested, calls, prompt)
+        params = sampling_params(body, requested, form, max_tokens=limit, logprobs=logprobs, context=context)
+        job = Job(
             request_id,
             http_id,
             [prompt],
             params,
-            wanted.param or (None if calls is None else "tools"),
-            rest.stream,
-            reported=rest.reported,
+            body.stream,
+            reported=body.reported,
             form=form,
-            ignored=ignored_fields(rest, wanted, form),
+            ignored=ignored_fields(body, requested, form),
             at_admission=at_admission,
-            relax=build,
-        ).admitted(context)
-
-    return build()
+        )
+        error = yield job.admitted(context)
+        if error.param not in refused or tries > MAX_TRIES:
+            raise error
+        refused[error.param].append(error.pointer or "")
+        if tries == MAX_TRIES:
+            for places in refused.values():
+                places.append("")
+        tries += 1
 
 
 _CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
@@ -147,9 +155,13 @@ class _ChatAnswer(ChoicesAnswer):
                 texts[piece.kind] += piece.text
             else:
                 calls[piece.index][_OWNERS[piece.kind]][piece.kind] += piece.text
-        message = {"role": "assistant", "content": texts["text"] or (None if calls else ""), "refusal": None}
-        others = {"reasoning_content": texts["reasoning"], "tool_calls": calls}
-        return {"message": message | {name: value for name, value in others.items() if value}}
+        message: dict[str, Any] = {"role": "assistant", "content": texts["text"], "refusal": None}
+        if texts["reasoning"]:
+            message["reasoning_content"] = texts["reasoning"]
+        if calls:
+            message["tool_calls"] = calls
+            message["content"] = texts["text"] or None
+        return {"message": message}
 
     def _call(self, piece: Piece) -> dict[str, Any]:
         kind, field = _CALLS[piece.kind]
@@ -182,7 +194,9 @@ class _ChatAnswer(ChoicesAnswer):
         return {"delta": {"role": "assistant", "content": ""}}
 
     def content(self, text: str | None) -> dict[str, Any]:
-        return {"delta": {} if text is None else {"content": text}}
+        if text is None:
+            return {"delta": {}}
+        return {"delta": {"content": text}}
 
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
         if output.logprobs is None:

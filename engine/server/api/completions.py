@@ -30,40 +30,46 @@ def create_completion(body: CompletionRequest, request: Request, context: Contex
 
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
-    wanted = requested_constraint(body, context.settings)
+    requested = requested_constraint(body, context.settings)
     if not body.prompt and not isinstance(body.prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     if body.echo and body.logprobs is not None:
         raise InvalidRequest("echo is not available with logprobs, which are those of the output only", param="echo")
-    is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
-    given: Sequence[Any] = [body.prompt] if is_one else body.prompt
+    sent: Sequence[Any] = body.prompt
+    is_one = isinstance(sent, str) or isinstance(sent[0], int)
+    if is_one:
+        sent = [sent]
     max_tokens = body.max_tokens
-    if max_tokens is None and wanted.constraint is None:
+    if max_tokens is None and requested.constraint is None:
         # OpenAI's default, but not with a constraint, where it would cut off most answers.
         max_tokens = 16
-    check_size(context, body, len(given), max_tokens, body.logprobs)
-
-    def tokenized(number: int, prompt: Any) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt  # the engine checks the ids
-        if is_one:
-            param = "prompt"
-        else:
+    check_size(context, body, len(sent), max_tokens, body.logprobs)
+    prompts: list[list[int]] = []
+    for number, prompt in enumerate(sent):
+        param = "prompt"
+        if not is_one:
             param = f"prompt[{number}]"
-        return encode(context, prompt, add_special_tokens=body.add_special_tokens, param=param)
-
-    prompts = [tokenized(number, prompt) for number, prompt in enumerate(given)]
+        tokens = prompt  # the engine checks the ids
+        if isinstance(prompt, str):
+            tokens = encode(context, prompt, add_special_tokens=body.add_special_tokens, param=param)
+        prompts.append(tokens)
     if body.max_tokens is None and max_tokens is not None:
         max_tokens = max(1, min(max_tokens, context.llm.max_model_len - max(map(len, prompts))))
-    form = OutputForm(wanted.constraint)
-    params = sampling_params(body, wanted, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
+    form = OutputForm(requested.constraint)
+    params = sampling_params(body, requested, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
-        *(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted.param, body.stream, body.reported),
-        ignored=ignored_fields(body, wanted, form),
+        *(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, body.stream, body.reported),
+        form=form,
+        ignored=ignored_fields(body, requested, form),
     ).admitted(context)
-    if body.echo:
-        job = replace(job, echoed=[prompt if isinstance(prompt, str) else context.decode(prompt) for prompt in given])
-    return job
+    if not body.echo:
+        return job
+    echoed: list[str] = []
+    for prompt in sent:
+        if isinstance(prompt, list):
+            prompt = context.decode(prompt)  # the engine has checked the ids
+        echoed.append(prompt)
+    return replace(job, echoed=echoed)
 
 
 class _TextAnswer(ChoicesAnswer):

@@ -43,7 +43,9 @@ async def health(response: Response, context: Context) -> Health:
     elif not health.alive:
         reason = f"the engine has died: {health.error}"
     elif not health.pool.healthy:
-        reason = "no mask actor is up" + (f": {health.pool.trouble}" if health.pool.trouble else "")
+        reason = "no mask actor is up"
+        if health.pool.trouble:
+            reason += f": {health.pool.trouble}"
     pool = PoolHealth.model_validate(health.pool, from_attributes=True)
     status = _status(reason, response)
     if reason is None and health.pool.degraded is not None:

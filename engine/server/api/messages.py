@@ -20,7 +20,7 @@ from engine.server.api.answers import PartsAnswer, usage_of
 from engine.server.api.chat import build_job_that_fits
 from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
-from engine.server.errors import MESSAGES_PATH, message_error
+from engine.server.http_errors import MESSAGES_PATH, message_error
 from engine.server.options import DEFAULT_MODEL
 from engine.server.request.bodies import (
     CHAT_EXAMPLE,
@@ -41,7 +41,7 @@ from engine.server.request.bodies import (
 from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
 from engine.server.request.job import Job
 from guided.errors import GuidedError, InvalidRequest
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 EXAMPLE = {
     "model": DEFAULT_MODEL,
@@ -71,6 +71,10 @@ class Block(TypedBody):
     tool_use_id: str | None = Field(default=None, min_length=1)
     content: str | Many[TextPart] | None = Field(default=None, description="The result of a tool.")
 
+    def as_call(self) -> ToolCall:
+        """Return the call of a chat that a block of the type `tool_use` describes."""
+        return ToolCall(id=self.id, function=CalledFunction(name=self.name or "", arguments=self.input or {}))
+
 
 class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
@@ -91,18 +95,14 @@ class InputMessage(Body):
                 for block in blocks:
                     yield Message(role="tool", tool_call_id=block.tool_use_id, content=joined(block.content))
                 continue
+            message = Message.model_construct(role=self.role, content=None)
             texts = [block for block in blocks if block.type == "text"]
-            calls = [
-                ToolCall(id=block.id, function=CalledFunction(name=block.name or "", arguments=block.input or {}))
-                for block in blocks
-                if block.type == "tool_use"
-            ]
-            yield Message.model_construct(
-                role=self.role,
-                content=joined(texts) if texts else None,
-                reasoning_content="".join(block.thinking or "" for block in blocks) or None,
-                tool_calls=calls or None,
-            )
+            if texts:
+                message.content = joined(texts)
+            message.reasoning_content = "".join(block.thinking or "" for block in blocks) or None
+            calls = [block for block in blocks if block.type == "tool_use"]
+            message.tool_calls = [block.as_call() for block in calls] or None
+            yield message
 
 
 class InputTool(OfferedTool):
@@ -137,16 +137,9 @@ class ThinkingConfig(Body):
     budget_tokens: int | None = Field(default=None, ge=0, description="Number of tokens after which thinking ends.")
 
 
-class OutputFormat(ResponseFormat):
-    """Anthropic's `output_config.format`, in which the schema has no name."""
-
-    path: ClassVar[str] = "output_config.format"
-    schema_path: ClassVar[str] = "output_config.format.schema"
-
-
 class OutputConfig(FormatHolder):
     path = "output_config"
-    format: OutputFormat | None = None
+    format: ResponseFormat | None = None
     effort: str | None = Field(default=None, description="Passed to the chat template as `reasoning_effort`.")
 
 
@@ -162,7 +155,9 @@ class CountTokensRequest(GenerationRequest):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(default=None, description="The former place of `output_config.format`.")
+    output_format: ResponseFormat | None = Field(
+        default=None, description="The former place of `output_config.format`."
+    )
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     thread: dict[str, Any] | None = Field(default=None, description="Refused: send all messages of the conversation.")
     # A message has one output, while a chat may have several.
@@ -171,26 +166,32 @@ class CountTokensRequest(GenerationRequest):
 
     def as_chat(self, thinks: bool) -> ChatRequest:
         """Return the chat with the same meaning. `thinks`: the model has a thinking phase."""
-        fields = {name: getattr(self, name) for name in GenerationRequest.model_fields if name in self.model_fields_set}
+        fields = self.fields_of(GenerationRequest)
         config = self.output_config or OutputConfig()
         choice = self.tool_choice or ToolChoice()
-        if (chosen := config.format or self.output_format) is not None:
-            fields["response_format"] = chosen
+        if config.format or self.output_format:
+            fields["response_format"] = config.format or self.output_format
         if self.stop_sequences is not None:
             fields["stop"] = self.stop_sequences
         variables: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
             on = self.thinking.type == "enabled"
-            fields["max_reasoning_tokens"] = (self.thinking.budget_tokens if on else 0) if thinks else None
             variables = thinking_variables(on)
-        if self.system is None:
-            system = []
-        else:
-            system = [Message(role="system", content=joined(self.system))]
+            if not thinks:
+                fields["max_reasoning_tokens"] = None
+            elif on:
+                fields["max_reasoning_tokens"] = self.thinking.budget_tokens
+            else:
+                fields["max_reasoning_tokens"] = 0
+        messages = []
+        if self.system is not None:
+            messages.append(Message(role="system", content=joined(self.system)))
+        for message in self.messages:
+            messages += message.for_chat()
         continued = self.messages[-1].role == "assistant" and self.messages[-1].content[-1].type == "text"
         return ChatRequest.model_construct(
             **fields,
-            messages=[*system, *(turn for message in self.messages for turn in message.for_chat())],
+            messages=messages,
             add_generation_prompt=not continued,
             continue_final_message=continued,
             max_tokens=self.max_tokens,
@@ -249,6 +250,11 @@ def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> 
         raise InvalidRequest(message, param="thread", code="thread_unsupported_request")  # clients then send all
     names = request.state.field_names
     names |= {"prompt": "messages", "stop": "stop_sequences"}
+    config = body.output_config or OutputConfig()
+    for field, form in (("output_config.format", config.format), ("output_format", body.output_format)):
+        if form is not None:
+            names |= {"response_format.json_schema.schema": f"{field}.schema", "response_format": field}
+            break
     for index, place in enumerate(offered(body.tools)):
         names[f"tools[{index}].function.name"] = f"tools[{place}].name"
         names[f"tools[{index}].function.parameters"] = f"tools[{place}].input_schema"
@@ -290,12 +296,11 @@ class _MessageAnswer(PartsAnswer):
         return message_error(error)
 
     def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        block = {**_BLOCKS[piece.kind]}
         if piece.kind == "call":
-            of_call = {"id": self.job.new_call_id(), "name": piece.text}
-        else:
-            of_call = {}
-        self.parts.append(_BLOCKS[piece.kind] | of_call)
-        yield self._event("start", content_block=self.parts[-1])
+            block |= {"id": self.job.new_call_id(), "name": piece.text}
+        self.parts.append(block)
+        yield self._event("start", content_block=block)
 
     def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         name, field = _DELTAS[self.open or "text"]
@@ -317,12 +322,10 @@ class _MessageAnswer(PartsAnswer):
 
     def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
         [completion] = finished[0].outputs
-        reason = self._stop_reason(completion)
         counted = usage_of(finished)
         cached = counted["prompt_tokens_details"]["cached_tokens"]
-        return self._message(
-            stop_reason=reason,
-            stop_sequence=completion.stop_reason if reason == "stop_sequence" else None,
+        message = self._message(
+            stop_reason=self._stop_reason(completion),
             usage={
                 "input_tokens": counted["prompt_tokens"] - cached,  # Anthropic counts cached tokens separately
                 "cache_read_input_tokens": cached,
@@ -331,11 +334,21 @@ class _MessageAnswer(PartsAnswer):
             },
             guided=self.guided_info(finished, [completion]),
         )
+        if message["stop_reason"] == "stop_sequence":
+            message["stop_sequence"] = completion.stop_reason
+        return message
 
     def _message(self, **fields: Any) -> dict[str, Any]:
-        head = {"id": self.job.request_id, "type": "message", "role": "assistant"}
-        known = {"model": self.context.settings.model_name, "content": self.parts}
-        return {**head, **known, "stop_reason": None, "stop_sequence": None, **fields}
+        message = {
+            "id": self.job.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.context.settings.model_name,
+            "content": self.parts,
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        return message | fields
 
     def _stop_reason(self, completion: CompletionOutput) -> str:
         if completion.finish_reason == "length":

@@ -48,13 +48,12 @@ def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Token
         tokens = encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens, param="prompt")
     else:
         tokens = encode_body(context, body, body.messages)
-    return TokenizeResponse(
-        count=len(tokens),
-        max_model_len=context.llm.max_model_len,
-        tokens=tokens,
-        token_strs=list(map(context.texts.of, tokens)) if body.return_token_strs else None,
-        guided={"ignored": request.state.ignored} if request.state.ignored else None,
-    )
+    answer = TokenizeResponse(count=len(tokens), max_model_len=context.llm.max_model_len, tokens=tokens)
+    if body.return_token_strs:
+        answer.token_strs = list(map(context.texts.of, tokens))
+    if request.state.ignored:
+        answer.guided = {"ignored": request.state.ignored}
+    return answer
 
 
 @tokenization.post("/detokenize")

@@ -26,12 +26,12 @@ from engine.server.api.answers import PartsAnswer, to_json
 from engine.server.api.chat import build_job_that_fits
 from engine.server.api.routes import BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
-from engine.server.errors import OLLAMA_PATH, ollama_error
+from engine.server.http_errors import OLLAMA_PATH, ollama_error
 from engine.server.request.bodies import ChatRequest, GuidedInfo, Message, thinking_variables
 from engine.server.request.fields import Body, Many, Schema
 from engine.server.request.job import Job
 from guided.errors import GuidedError
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
 _OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -59,12 +59,14 @@ class OllamaRequest(ChatRequest):
         """Move `options` into the body. Its own fields have priority. Replace `format` "json" by `json_object`."""
         data = super().gathered(data, names)
         options = data.get("options")
-        for name, value in (options if isinstance(options, dict) else {}).items():
-            known = _OPTIONS.get(name) or name
-            is_unlimited = known == "max_tokens" and value in (0, -1, -2)
-            if data.get(known) is None and not is_unlimited:
-                data[known] = value
-                names[known] = f"options.{name}"
+        if not isinstance(options, dict):
+            options = {}
+        for name, value in options.items():
+            field = _OPTIONS.get(name, name)
+            is_unlimited = field == "max_tokens" and value in (0, -1, -2)
+            if data.get(field) is None and not is_unlimited:
+                data[field] = value
+                names[field] = f"options.{name}"
         if data.get("format") in ("json", ""):
             data["json_object"] = data.pop("format") == "json" or data.get("json_object")
             names["json_object"] = names.get("format", "format")
@@ -103,14 +105,11 @@ class GenerateRequest(OllamaRequest):
 
     @model_validator(mode="after")
     def _as_chat(self) -> Self:
-        if self.system:
-            system = [Message(role="system", content=self.system)]
-        else:
-            system = []
+        self.messages = []
+        if self.prompt and self.system:
+            self.messages.append(Message(role="system", content=self.system))
         if self.prompt:
-            self.messages = [*system, Message(role="user", content=self.prompt)]
-        else:
-            self.messages = []
+            self.messages.append(Message(role="user", content=self.prompt))
         return self
 
 
@@ -168,14 +167,18 @@ def list_models(context: Context) -> dict[str, Any]:
 def show_model(body: ShowRequest, request: Request, context: Context) -> Response:
     """Describe the served model, as Ollama does."""
     family = context.llm.model.config.model_type
-    optional = {"tools": context.tool_format, "thinking": context.reasoning_format}
-    shown = {
+    capabilities = ["completion"]
+    if context.tool_format is not None:
+        capabilities.append("tools")
+    if context.reasoning_format is not None:
+        capabilities.append("thinking")
+    description = {
         **_described(context),
         "template": context.llm.tokenizer.chat_template or "",
         "model_info": {"general.architecture": family, f"{family}.context_length": context.llm.max_model_len},
-        "capabilities": ["completion", *(name for name, known in optional.items() if known is not None)],
+        "capabilities": capabilities,
     }
-    return JSONResponse(shown)
+    return JSONResponse(description)
 
 
 def _described(context: ServerContext) -> dict[str, Any]:
@@ -218,12 +221,11 @@ class _OllamaAnswer(PartsAnswer):
 
     def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if self.open in _FIELDS:
+            part: dict[str, Any] = {_FIELDS[self.open]: text}
             if logprobs:
-                reported = {"logprobs": logprobs}
-            else:
-                reported = {}
-            self.parts.append({_FIELDS[self.open]: text, **reported})
-            yield self._line(self.parts[-1])
+                part["logprobs"] = logprobs
+            self.parts.append(part)
+            yield self._line(part)
 
     def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
         if self.open == "call":
@@ -236,10 +238,7 @@ class _OllamaAnswer(PartsAnswer):
         whole: dict[str, Any] = {}
         for part in self.parts:
             for name, value in part.items():
-                if name in whole:
-                    whole[name] = whole[name] + value
-                else:
-                    whole[name] = value
+                whole[name] = whole.get(name, type(value)()) + value
         [output] = finished
         [completion] = output.outputs
         fields = {
@@ -256,13 +255,12 @@ class _OllamaAnswer(PartsAnswer):
 
 def _shaped(place: str, content: str = "", logprobs: Any = None, **others: Any) -> dict[str, Any]:
     """Return a part of the output in the shape for messages, or for a prompt."""
-    if logprobs is None:
-        reported = {}
-    else:
-        reported = {"logprobs": logprobs}
+    shaped: dict[str, Any] = {"message": {"role": "assistant", "content": content, **others}}
     if place == "prompt":
-        return {"response": content, **others, **reported}
-    return {"message": {"role": "assistant", "content": content, **others}, **reported}
+        shaped = {"response": content, **others}
+    if logprobs is not None:
+        shaped["logprobs"] = logprobs
+    return shaped
 
 
 def _record(context: ServerContext, shaped: dict[str, Any], **fields: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from engine.server.request.bodies import (
 from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
 from engine.server.request.job import Job
 from guided.errors import GuidedError, error_body
-from guided.tools.parser import Piece
+from guided.tools.output_parser import Piece
 
 EXAMPLE = {
     "input": CHAT_EXAMPLE["messages"][0]["content"],
@@ -91,16 +91,9 @@ class InputItem(TypedBody):
         return self.type in ("function_call", "custom_tool_call", "reasoning")
 
 
-class TextFormat(ResponseFormat):
-    """OpenAI's `text.format`, in which the schema stands beside its name."""
-
-    path: ClassVar[str] = "text.format"
-    schema_path: ClassVar[str] = "text.format.schema"
-
-
 class TextConfig(FormatHolder):
     path = "text"
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
 
 
 class FunctionTool(OfferedTool):
@@ -147,9 +140,11 @@ class ResponsesRequest(TurnRequest):
 
     def as_chat(self) -> ChatRequest:
         """Return the chat with the same meaning."""
-        same = {name: getattr(self, name) for name in TurnRequest.model_fields if name in self.model_fields_set}
+        same = self.fields_of(TurnRequest)
         if self.text is not None and self.text.format is not None:
             same["response_format"] = self.text.format
+        if self.reasoning is not None:
+            same["reasoning_effort"] = self.reasoning.effort
         return ChatRequest.model_construct(
             **same,
             messages=list(self._messages()),
@@ -157,7 +152,6 @@ class ResponsesRequest(TurnRequest):
             logprobs="message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs),
             top_logprobs=self.top_logprobs,
             tools=[Tool(type=tool.type, function=tool.model_copy()) for tool in offered(self.tools).values()],
-            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
 
     def _messages(self) -> Iterator[Message]:
@@ -180,20 +174,21 @@ def _message(item: InputItem) -> Message:
 
 def _turn(items: Sequence[InputItem]) -> Message:
     """Return the assistant's message that consists of `items`."""
-    texts = [joined(item.content) for item in items if item.type == "message"]
-    thoughts = [joined(item.content or item.summary) for item in items if item.type == "reasoning"]
-    calls = [_call(item) for item in items if item.type in ("function_call", "custom_tool_call")]
-    return Message.model_construct(
-        role="assistant",
-        content="\n".join(filter(None, texts)) if texts else None,
-        reasoning_content="".join(thoughts) if thoughts else None,
-        tool_calls=calls or None,
-    )
-
-
-def _call(item: InputItem) -> ToolCall:
-    called = CalledFunction(name=item.name or "", arguments=item.arguments or "", input=item.input)
-    return ToolCall(id=item.call_id, function=called)
+    turn = Message(role="assistant")
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for item in items:
+        if item.type == "message":
+            texts.append(joined(item.content))
+        elif item.type == "reasoning":
+            turn.reasoning_content = (turn.reasoning_content or "") + joined(item.content or item.summary)
+        else:
+            called = CalledFunction(name=item.name or "", arguments=item.arguments or "", input=item.input)
+            calls.append(ToolCall(id=item.call_id, function=called))
+    if texts:
+        turn.content = "\n".join(filter(None, texts))
+    turn.tool_calls = calls or None
+    return turn
 
 
 router = APIRouter(tags=["generation"], route_class=BodyRoute)
@@ -220,6 +215,8 @@ def count_input_tokens(body: ResponsesRequest, request: Request, context: Contex
 def _job(body: ResponsesRequest, request: Request, context: ServerContext) -> Job:
     names = request.state.field_names
     names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+    if body.text is not None and body.text.format is not None:
+        names |= {"response_format.json_schema.schema": "text.format.schema", "response_format": "text.format"}
     for index, (place, tool) in enumerate(offered(body.tools).items()):
         for field in ("name", "format", "parameters"):
             names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{place}].{field}"
@@ -323,11 +320,9 @@ class _ResponseAnswer(PartsAnswer):
         if kind.part is None:
             item |= text
         else:
+            part = {**kind.part, **text}
             if self._logprobs:
-                logprobs = {"logprobs": self._logprobs}
-            else:
-                logprobs = {}
-            part = {**kind.part, **text, **logprobs}
+                part["logprobs"] = self._logprobs
             item["content"] = [part]
             yield self._about_text("response.content_part.done", part=part)
         yield self._about_item("response.output_item.done", item=item)
@@ -343,18 +338,25 @@ class _ResponseAnswer(PartsAnswer):
             "output_tokens_details": {"reasoning_tokens": self._num_thinking_tokens(completion)},
             "total_tokens": counted["total_tokens"],
         }
-        return self._response(
-            status,
-            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
-            usage=usage,
-            guided=self.guided_info(finished, [completion]),
-        )
+        response = self._response(status, usage=usage, guided=self.guided_info(finished, [completion]))
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return response
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
-        head = {"id": self.job.request_id, "created_at": self.created, "model": self.context.settings.model_name}
-        empty = {"object": "response", "error": None, "incomplete_details": None, "usage": None}
-        known = {"status": status, "output": self.parts, "guided": self.guided_info()}
-        return {**head, **empty, **known, **fields, **self._settings}
+        response = {
+            "id": self.job.request_id,
+            "created_at": self.created,
+            "model": self.context.settings.model_name,
+            "object": "response",
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            "status": status,
+            "output": self.parts,
+            "guided": self.guided_info(),
+        }
+        return response | fields | self._settings
 
     def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
         """Count the tokens up to the end of the thoughts."""
@@ -374,11 +376,9 @@ class _ResponseAnswer(PartsAnswer):
         return {"type": event, "output_index": len(self.parts) - 1, **fields}
 
     def _about_text(self, event: str, **fields: Any) -> dict[str, Any]:
-        if self._kind.part is None:
-            place = {}
-        else:
-            place = {"content_index": 0}
-        return self._about_item(event, item_id=self.parts[-1]["id"], **place, **fields)
+        if self._kind.part is not None:
+            fields["content_index"] = 0
+        return self._about_item(event, item_id=self.parts[-1]["id"], **fields)
 
 
 def _status(completion: CompletionOutput | None) -> str:

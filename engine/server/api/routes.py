@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from engine.outputs import RequestOutput
 from engine.server.api.answers import Answer
 from engine.server.context import ServerContext
-from engine.server.errors import OLLAMA_PATH, RequestTimeout, respell, shape_error
+from engine.server.http_errors import OLLAMA_PATH, FieldNames, RequestTimeout, shape_error
 from engine.server.request.bodies import GuidedInfo
 from engine.server.request.job import Job, Outputs, guided_info, outputs_of, report
 from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest
@@ -47,8 +47,7 @@ class BodyRoute(APIRoute):
     """A route for endpoints that are functions of `(body, request, context)` and run in a worker thread.
 
     The body has passed stages 2 and 3. The endpoint returns a model or a response. The API documentation lists it like
-    any other endpoint. `request.state.field_names`: fields in errors -> their names in the request. Endpoints add
-    entries.
+    any other endpoint. `request.state.field_names` are the `FieldNames` of the request, to which endpoints add.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -67,7 +66,7 @@ class BodyRoute(APIRoute):
                 return JSONResponse(answer.model_dump())
 
             context.check_room(1)
-            request.state.field_names = {"extra_args": "vllm_xargs"}
+            request.state.field_names = FieldNames(extra_args="vllm_xargs")
             try:
                 size = request.headers.get("content-length", "")
                 is_small = size.isdecimal() and int(size) <= _SMALL_BODY
@@ -133,8 +132,7 @@ class JobResponse(Response):
         self._request = request
         self._context = context
         self._is_sent = False
-        names = request.state.field_names
-        request.state.ignored += [names.get(name, name) for name in job.ignored]
+        request.state.ignored += map(request.state.field_names.of, job.ignored)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job and send the answer. Raises the error of a job that fails before the first byte of its answer."""
@@ -160,6 +158,7 @@ class JobResponse(Response):
         """Run the job. If its constraint is refused, run `Job.relax` and try again."""
         context = self._context
         state = self._request.state
+        relax = self._job.relax
         while True:
             job = self._job
             try:
@@ -180,10 +179,10 @@ class JobResponse(Response):
                         self._is_sent = True
                 return
             except GuidedError as error:
-                if not isinstance(error, InvalidConstraint) or job.relax is None:
+                if not isinstance(error, InvalidConstraint) or relax is None:
                     report(job, error)
                     raise
-                self._job = await context.in_thread(job.relax, error)
+                self._job = await context.in_thread(relax, error)
 
     async def _whole(self, outputs: Outputs, answer: Answer) -> bytes:
         """Return the body of an answer without `stream`."""
@@ -212,7 +211,7 @@ class JobResponse(Response):
             job = self._job
             if isinstance(raised, GuidedError):
                 error: GuidedError = raised
-                respell(error, self._request.scope)
+                self._request.state.field_names.respell(error)
                 report(job, error)
             else:
                 error = InternalError("the server failed on this request; its log says why")

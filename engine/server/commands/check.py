@@ -57,7 +57,10 @@ def check(
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             unread = {"name": str(file), "accepted": False, "error": f"can't be read: {reason}"}
-            print(json.dumps(unread, ensure_ascii=False) if as_json else f"{file}: {unread['error']}", flush=True)
+            line = f"{file}: {unread['error']}"
+            if as_json:
+                line = json.dumps(unread, ensure_ascii=False)
+            print(line, flush=True)
     all_read = len(texts) == len(files)
     if not texts:
         raise typer.Exit(2)
@@ -77,16 +80,20 @@ def check(
             seconds=seconds,
         ):
             good = good and report.accepted and not (strict and report.not_enforced)
-            print(json.dumps(asdict(report), ensure_ascii=False) if as_json else _lines(report), flush=True)
-    raise typer.Exit(not good if all_read else 2)
+            line = _lines(report)
+            if as_json:
+                line = json.dumps(asdict(report), ensure_ascii=False)
+            print(line, flush=True)
+    if not all_read:
+        raise typer.Exit(2)
+    raise typer.Exit(not good)
 
 
 def _text_of(file: Path) -> str:
     """Read a file. Convert YAML to JSON."""
     if str(file) == "-":
-        text = sys.stdin.read()
-    else:
-        text = file.read_text(encoding="utf-8")
+        return sys.stdin.read()
+    text = file.read_text(encoding="utf-8")
     if file.suffix.lower() not in (".yaml", ".yml"):
         return text
     try:
@@ -102,9 +109,8 @@ def _lines(report: Report) -> str:
             lines += [f"  allows: {report.understood}"]
         lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
     else:
-        if report.pointer is None:
-            where = ""
-        else:
+        where = ""
+        if report.pointer is not None:
             where = f" at {report.pointer or 'the root'}"
         lines = [f"{report.name}: refused ({report.kind}){where}: {report.error}"]
     if report.checked:

@@ -31,7 +31,7 @@ pool = InlinePool(Vocabulary(tokens, (0,), frozenset({0, 257}), 264))
 pool.compile(Constraint.choice(["a"]), (sys.argv[1],)).result()
 """
 _TRY_RAY = """
-import json, sys
+import json, sys, threading
 import ray
 from actors.cluster import Cluster
 from guided.errors import PoolUnavailable
@@ -39,7 +39,7 @@ from guided.pools.options import RayPoolOptions
 options = RayPoolOptions(**json.loads(sys.argv[1]))
 try:
     if options.address is not None:
-        Cluster.join(options.address).check_room(options)
+        Cluster.join(options.address).check_room(options, threading.Event())
 except PoolUnavailable as error:
     sys.exit(str(error))
 """
@@ -165,4 +165,6 @@ def _tried(subject: str, good: str, advice: str, code: str, *arguments: str) -> 
         if "No module named" in last_line:
             advice = install_advice(last_line)
         problem = last_line or f"the process ended with status {done.returncode}"
-    return Finding("error", subject, f"{problem}: {advice}" if advice else problem)
+    if advice:
+        problem += f": {advice}"
+    return Finding("error", subject, problem)

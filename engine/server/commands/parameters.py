@@ -34,7 +34,7 @@ def _described(option: Option) -> inspect.Parameter:
     how: Any = typer.Option(help=option.help, rich_help_panel=option.panel)
     if option.type is bool:
         how.show_default = False
-        how.help += f" Default: {'yes' if option.default else 'no'}."
+        how.help += " Default: yes." if option.default else " Default: no."
     if isinstance(option.default, tuple):
         return _parameter(option.name, [], list[str], how)
     return _parameter(option.name, option.default, option.type, how)
@@ -72,18 +72,16 @@ def reported(command: str, status: int) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, GuidedError, ModuleNotFoundError) as error:
+        text = " ".join(str(error).split())
         if isinstance(error, ModuleNotFoundError):
-            advice = f": {install_advice(str(error))}"
-        else:
-            advice = ""
-        typer.secho(f"guided {command}: {' '.join(str(error).split())}{advice}", fg=typer.colors.RED, err=True)
+            text += f": {install_advice(text)}"
+        typer.secho(f"guided {command}: {text}", fg=typer.colors.RED, err=True)
         raise typer.Exit(status) from None
 
 
 def install_advice(error: str) -> str:
     """Return the command that installs the missing package of a `ModuleNotFoundError`."""
+    extras = "server"
     if "'ray" in error:
-        extras = "server,ray"
-    else:
-        extras = "server"
+        extras += ",ray"
     return f"pip install '.[{extras}]' in a checkout of guided"  # on package indexes, `guided` is another project

@@ -36,7 +36,10 @@ def listener_on(host: str, port: int) -> Iterator[socket.socket]:
 
     It does not listen yet, so early connections are refused instead of kept waiting.
     """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
+    with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host.strip("[]"), port))

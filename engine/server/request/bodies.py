@@ -120,16 +120,25 @@ class GenerationRequest(ConstraintFields):
             inner = data.get(place)
             if not isinstance(inner, dict):
                 continue
-            left: dict[str, Any] = {}
+            rest: dict[str, Any] = {}
             for name, value in inner.items():
-                known = name_here(name, cls)
-                if known is None or known in ConstraintFields.model_fields or data.get(known) is not None:
-                    left[name] = value
+                field = name_here(name, cls)
+                if field is None or field in ConstraintFields.model_fields or data.get(field) is not None:
+                    rest[name] = value
                 else:
-                    data[known] = value
-                    names[known] = f"{place}.{name}"
-            data[place] = left
+                    data[field] = value
+                    names[field] = f"{place}.{name}"
+            data[place] = rest
+        older = "guided_decoding_backend"
+        if data.get("backend") is None and older in data:
+            data["backend"] = data.pop(older)
+            names["backend"] = names.get(older, older)
         return data
+
+    def fields_of(self, kind: type[BaseModel]) -> dict[str, Any]:
+        """Return the fields of `kind` that the request sets."""
+        names = kind.model_fields.keys() & self.model_fields_set
+        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
@@ -171,7 +180,8 @@ class ChoicesRequest(GenerationRequest):
         options = self.stream_options or ChunkOptions()
         return Reported(
             usage=options.include_usage,
-            usage_in_chunks=getattr(options, "continuous_usage_stats", False),  # responses have other options
+            usage_in_chunks=options.include_usage
+            and getattr(options, "continuous_usage_stats", False),  # responses have other options
             token_ids=self.return_token_ids is True,
             tokens_as_ids=self.return_tokens_as_token_ids is True,
         )
@@ -196,11 +206,15 @@ class CalledFunction(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates: the arguments are an object there."""
-        arguments: Any = self.arguments if self.input is None else {"input": self.input}
-        if isinstance(arguments, str):
+        arguments: Any = self.arguments
+        if self.input is not None:
+            arguments = {"input": self.input}
+        elif isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
-        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+        if not isinstance(arguments, dict):
+            arguments = self.arguments
+        return {"name": self.name, "arguments": arguments}
 
 
 _BY_TYPE = AliasChoices("function", "custom")
@@ -233,7 +247,9 @@ class Message(Body):
         message = self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message |= {"content": joined(self.content), "role": role}
-        calls = self.tool_calls or [ToolCall(function=called) for called in (self.function_call,) if called is not None]
+        calls = self.tool_calls or []
+        if not calls and self.function_call is not None:
+            calls = [ToolCall(function=self.function_call)]
         if calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": call.function.for_template()} for call in calls
@@ -307,12 +323,9 @@ class OfferedTool(FunctionDefinition):
     @model_validator(mode="before")
     @classmethod
     def _note_hosted(cls, data: Any, info: ValidationInfo) -> Any:
-        if isinstance(data, dict):
-            kind = data.get("type")
-        else:
-            kind = None
-        if not is_hosted(kind):
+        if not isinstance(data, dict) or not is_hosted(data.get("type")):
             return data
+        kind = data["type"]
         ignored = (info.context or {}).get("ignored")
         if ignored is None:
             raise InvalidRequest(f"{kind}: {_RUNS_NONE}", param="tools", code="unsupported_parameter")
@@ -347,11 +360,8 @@ class Tool(Body):
 
     def input_grammar(self, syntax: str) -> str | None:
         """Return the grammar of a custom tool's input, if it has one in this syntax."""
-        if self.type == "custom":
-            form = self.function.format
-        else:
-            form = None
-        if form is not None and (form.type, form.syntax) == ("grammar", syntax):
+        form = self.function.format
+        if self.type == "custom" and form is not None and (form.type, form.syntax) == ("grammar", syntax):
             return form.definition
         return None
 
@@ -410,9 +420,11 @@ class PromptFields(TurnFields):
         choice = self.function_call
         if not functions and choice is None:
             return self
+        if self.tools and functions:
+            raise InvalidRequest("tools do not go with functions, a former field: use tools", param="functions")
         if self.tools:
-            name, now = ("functions", "tools") if functions else ("function_call", "tool_choice")
-            raise InvalidRequest(f"tools do not go with {name}, a former field: use {now}", param=name)
+            message = "tools do not go with function_call, a former field: use tool_choice"
+            raise InvalidRequest(message, param="function_call")
         self.tools = [Tool(type="function", function=function) for function in functions]
         if isinstance(choice, dict):
             self.tool_choice = {"type": "function", **choice}

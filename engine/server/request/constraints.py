@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.server.options import ServerSettings
 from engine.server.request.bodies import GenerationRequest
 from engine.server.request.fields import Body, ConstraintFields, ResponseFormat, StructuredOutputs, rows
-from guided.backends import AUTO, candidates, resolve
+from guided.backends import AUTO, resolve
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.fields.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
@@ -35,25 +35,20 @@ class RequestedConstraint:
 
     constraint: Constraint | None = None
     backend: str = AUTO
-    param: str | None = None
-    """The field that holds the constraint, as the request spells it."""
-
-
-def opens_objects(request: GenerationRequest, settings: ServerSettings) -> bool:
-    """Return whether objects may have properties that their schema neither names nor excludes."""
-    if request.open_objects is None:
-        return settings.open_objects
-    return request.open_objects
+    open_objects: bool = False
+    """Whether objects may have properties that their schema neither names nor excludes."""
 
 
 def requested_constraint(request: GenerationRequest, settings: ServerSettings) -> RequestedConstraint:
     """Read the constraint and the backend of a request. `param` of an error is the field at fault."""
-    backend, backend_field, options = _backend(request, settings)
+    backend, options = _backend(request, settings)
     given: list[GivenConstraint] = []
     spaces: list[GivenWhitespace] = []
-    closing: list[str] = [backend_field] if _CLOSED in options else []
+    closing: list[str] = []
+    if _CLOSED in options:
+        closing.append("backend")
     for place in filter(None, (request, request.nvext, request.sampling_params)):
-        given += _constraints(place)
+        given += _constraints(place, place.prefix)
         spaces += _whitespace(place, place.prefix)
         if (outputs := place.structured_outputs) is not None:
             prefix = place.prefix + outputs.prefix
@@ -63,41 +58,39 @@ def requested_constraint(request: GenerationRequest, settings: ServerSettings) -
             if outputs.disable_additional_properties:
                 closing.append(f"{prefix}disable_additional_properties")
     if _NO_WHITESPACE in options:
-        spaces.append(GivenWhitespace(backend_field, ""))
+        spaces.append(GivenWhitespace("backend", ""))
     chosen = take_one(given)
     whitespace = take_whitespace(chosen, spaces)
+    is_open = request.open_objects
+    if is_open is None:
+        is_open = settings.open_objects
     if chosen is None:
-        return RequestedConstraint(backend=backend)
+        return RequestedConstraint(backend=backend, open_objects=is_open)
     if closing and chosen.kind != "json_schema":
         raise InvalidRequest(f"{closing[0]} requires a JSON schema, not {chosen.field}", param=closing[0])
-    is_open = opens_objects(request, settings) and not closing
+    is_open = is_open and not closing
     constraint = build(chosen, whitespace, open_objects=is_open, strict_schema=request.strict_schema is True)
-    candidates(chosen.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
-    return RequestedConstraint(constraint, backend, chosen.field)
+    return RequestedConstraint(constraint, backend, is_open)
 
 
-def _backend(request: GenerationRequest, settings: ServerSettings) -> tuple[str, str, Sequence[str]]:
-    """Return the backend, the field that names it, and the options after its name."""
+def _backend(request: GenerationRequest, settings: ServerSettings) -> tuple[str, Sequence[str]]:
+    """Return the backend, and the options after its name."""
     older = request.guided_decoding_backend
-    given = request.backend
-    if older is None:
-        field = "backend"
-    else:
+    if older is not None and request.backend is not None:
         field = "guided_decoding_backend"
-    if None not in (older, given):
         raise InvalidRequest(f"backend and {field} are given: choose one", param=field)
-    name, *options = (older or given or settings.backend).replace(",", ":").split(":")
+    name, *options = (older or request.backend or settings.backend).replace(",", ":").split(":")
     if not set(options).issubset(_BACKEND_OPTIONS):
-        raise InvalidRequest(f"the options of a backend are {', '.join(_BACKEND_OPTIONS)}", param=field)
-    return resolve(name, param=field), field, options
+        raise InvalidRequest(f"the options of a backend are {', '.join(_BACKEND_OPTIONS)}", param="backend")
+    return resolve(name), options
 
 
-def _constraints(place: ConstraintFields) -> Iterator[GivenConstraint]:
-    yield from _fields(place, place.prefix)
+def _constraints(place: ConstraintFields, prefix: str) -> Iterator[GivenConstraint]:
+    yield from _fields(place, prefix)
     if place.response_format is not None:
-        yield from _response_format(place.response_format, place.prefix + place.response_format.path)
+        yield from _response_format(place.response_format, f"{prefix}response_format")
     if place.structured_outputs is not None:
-        prefix = place.prefix + place.structured_outputs.prefix
+        prefix += place.structured_outputs.prefix
         given = list(_fields(place.structured_outputs, prefix))
         if not given:
             names = ", ".join(row.name for row in rows(StructuredOutputs))
@@ -132,13 +125,16 @@ def _response_format(chosen: ResponseFormat, path: str) -> Iterator[GivenConstra
         value = getattr(chosen, row.attribute)
         schema = getattr(value, "schema_", value)  # the field `json_schema` is an object with the schema
         missing = missing or schema is None
-        # Errors about the schema name `response_format` itself, as OpenAI's do.
-        yield GivenConstraint("json_schema", path if len(given) == 1 else f"{path}.{row.name}", schema)
+        field = path  # as in OpenAI's errors about the schema
+        if len(given) > 1:
+            field = f"{path}.{row.name}"
+        yield GivenConstraint("json_schema", field, schema)
     if missing:
-        raise InvalidConstraint(f"Missing required parameter: '{chosen.schema_path}'", param=chosen.schema_path)
+        field = f"{path}.json_schema.schema"
+        raise InvalidConstraint(f"Missing required parameter: '{field}'", param=field)
 
 
 def _whitespace(place: Body, prefix: str) -> Iterator[GivenWhitespace]:
-    for field in ("whitespace_pattern", "guided_whitespace_pattern"):
-        if (pattern := getattr(place, field, None)) is not None:
-            yield GivenWhitespace(prefix + field, pattern)
+    for name in ("whitespace_pattern", "guided_whitespace_pattern"):
+        if (pattern := getattr(place, name, None)) is not None:
+            yield GivenWhitespace(prefix + name, pattern)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from guided.tools.parser import OutputParser, Piece
+from guided.tools.output_parser import OutputParser, Piece
 
 
 class CustomCallParser(OutputParser):

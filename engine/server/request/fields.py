@@ -235,12 +235,12 @@ class Row(NamedTuple):
 @cache
 def rows(body: type[Body]) -> tuple[Row, ...]:
     """Return the rows of the table for the fields of a body."""
-    return tuple(
-        Row(field.alias or attribute, attribute, mark.name)
-        for attribute, field in body.model_fields.items()
-        for mark in field.metadata
-        if isinstance(mark, Kind)
-    )
+    table: list[Row] = []
+    for attribute, field in body.model_fields.items():
+        for mark in field.metadata:
+            if isinstance(mark, Kind):
+                table.append(Row(field.alias or attribute, attribute, mark.name))
+    return tuple(table)
 
 
 def _field_of(name: str, body: type[Body]) -> str | None:
@@ -265,16 +265,14 @@ class JsonSchemaFormat(Body):
 
     @classmethod
     def hint(cls, name: str, thorough: bool = True) -> str | None:
-        meant = super().hint("schema" if name == "type" else name, thorough)
-        return meant or _field_of(name, ConstraintFields)
+        if name == "type":
+            return "schema"
+        return super().hint(name, thorough) or _field_of(name, ConstraintFields)
 
 
 class ResponseFormat(JsonSchemaFormat):
     """OpenAI's `response_format`, and the forms of other servers."""
 
-    path: ClassVar[str] = "response_format"
-    """The path of this field in errors. `schema_path` is the path of its schema."""
-    schema_path: ClassVar[str] = "response_format.json_schema.schema"
     type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: Annotated[JsonSchemaFormat | None, Kind("json_schema")] = None
     value: Schema = Field(default=None, description="The schema in requests of TGI's clients.")

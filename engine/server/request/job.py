@@ -13,7 +13,7 @@ from typing import Any
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.context import ServerContext
-from engine.server.errors import QueueFull, ShuttingDown
+from engine.server.http_errors import FieldNames, QueueFull, ShuttingDown
 from engine.server.request.bodies import ChoicesRequest, GenerationRequest, GuidedInfo, Reported
 from engine.server.request.constraints import RequestedConstraint
 from engine.server.request.fields import ConstraintFields
@@ -27,7 +27,7 @@ from guided.errors import (
     InvalidConstraint,
     InvalidRequest,
 )
-from guided.tools.parser import OutputParser
+from guided.tools.output_parser import OutputParser
 
 logger = logging.getLogger("guided.server")
 
@@ -47,13 +47,16 @@ def check_size(
     n = body.n or 1
     limit = min(_MAX_OUTPUTS, context.settings.max_requests)
     if prompts * max(n, body.best_of or 1) > limit:
-        param = "prompt" if prompts > 1 else "n" if n > limit else "best_of"
+        param = "best_of"
+        if prompts > 1:
+            param = "prompt"
+        elif n > limit:
+            param = "n"
         raise InvalidRequest(f"prompts times n or best_of is more than the limit of {limit} outputs", param=param)
-    if logprobs is None or prompts * n == 1:
-        outputs = 0
-    else:
-        outputs = prompts * n
-    count = outputs * (max_tokens or context.llm.max_model_len) * ((logprobs or 0) + 1)
+    outputs = prompts * n
+    if logprobs is None or outputs == 1:
+        return
+    count = outputs * (max_tokens or context.llm.max_model_len) * (logprobs + 1)
     if count > _MAX_LOGPROBS:
         raise InvalidRequest(
             f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
@@ -64,7 +67,7 @@ def check_size(
 
 def sampling_params(
     request: ChoicesRequest,
-    wanted: RequestedConstraint,
+    requested: RequestedConstraint,
     form: OutputForm,
     *,
     max_tokens: int | None,
@@ -79,47 +82,51 @@ def sampling_params(
     is_used = bool(context.llm.engine.sampler.processors.classes)
     for name in request.vllm_xargs or ():
         if is_used and name not in ConstraintFields.model_fields:
-            meant = None
-        else:
-            meant = request.hint(name)
-        if meant is not None or not is_used:
-            if meant is None:
-                hint = ""
-            else:
-                hint = f"; did you mean {meant}, beside vllm_xargs?"
-            message = "vllm_xargs needs a custom logits processor that has this argument: see --logits-processors"
-            raise InvalidRequest(message + hint, param="vllm_xargs")
-    if request.stream and (request.use_beam_search or (request.best_of or 1) > (request.n or 1)):
-        if request.use_beam_search:
-            name = "use_beam_search"
-        else:
-            name = "best_of"
-        raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)
-    if request.stream and request.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs is not available with stream: true", param="prompt_logprobs")
-    if not _has_free_text(wanted):
+            continue
+        message = "vllm_xargs needs a custom logits processor that has this argument: see --logits-processors"
+        if meant := request.hint(name):
+            message += f"; did you mean {meant}, beside vllm_xargs?"
+        raise InvalidRequest(message, param="vllm_xargs")
+    if request.stream:
+        _check_stream(request)
+    if not _has_free_text(requested):
         given.pop("stop", None)
+    parser = None
+    if requested.constraint is None and form.parser is not OutputParser:
+        parser = form.parser
     return SamplingParams(
         **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,
         logprobs=logprobs,
         constraint=form.constraint,
-        backend=wanted.backend,
+        backend=requested.backend,
         extra_args=request.vllm_xargs,
-        parser=None if form.parser is OutputParser or wanted.constraint is not None else form.parser,
+        parser=parser,
     )
 
 
-def ignored_fields(request: ChoicesRequest, wanted: RequestedConstraint, form: OutputForm) -> list[str]:
+def _check_stream(request: ChoicesRequest) -> None:
+    """Refuse what compares or reports on whole outputs."""
+    whole = {
+        "use_beam_search": bool(request.use_beam_search),
+        "best_of": (request.best_of or 1) > (request.n or 1),
+        "prompt_logprobs": request.prompt_logprobs is not None,
+    }
+    for name, is_set in whole.items():
+        if is_set:
+            raise InvalidRequest(f"{name} is not available with stream: true: it needs whole outputs", param=name)
+
+
+def ignored_fields(request: ChoicesRequest, requested: RequestedConstraint, form: OutputForm) -> list[str]:
     """Return the fields that have no effect on constrained text. Beside calls, `stop` still ends free text."""
-    if request.stop and (form.kind == "tools" or not _has_free_text(wanted)):
+    if request.stop and (form.kind == "tools" or not _has_free_text(requested)):
         return ["stop"]
     return []
 
 
-def _has_free_text(wanted: RequestedConstraint) -> bool:
+def _has_free_text(requested: RequestedConstraint) -> bool:
     """Return whether an answer without calls may have free text."""
-    return wanted.constraint is None or wanted.constraint.kind == "structural_tag"
+    return requested.constraint is None or requested.constraint.kind == "structural_tag"
 
 
 @dataclass(frozen=True)
@@ -131,13 +138,22 @@ class OutputForm:
     kind: str | None = None
     """The kind of constraint that the answer names. None: the kind of `constraint`."""
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
+    """JSON pointers to parts of the constraint -> the field that describes the part, and the pointer in the field."""
     parser: Callable[[], OutputParser] = OutputParser
     """Makes the parser of a choice's output."""
     shows_special_tokens: bool = False
     """Whether the parser reads special tokens."""
     id_length: int = 29
     """Number of characters of a call's id."""
+
+    def place(self, pointer: str | None) -> tuple[str | None, str | None]:
+        """Return the field that a place in the constraint comes from, and the pointer in this field."""
+        for place, (field_name, inner) in self.places.items():
+            if pointer is not None and f"{pointer}/".startswith(f"{place}/"):
+                return field_name, inner + pointer[len(place) :]
+        if self.constraint is None:
+            return None, pointer
+        return self.constraint.origin[0], pointer
 
 
 @dataclass(frozen=True)
@@ -153,8 +169,6 @@ class Job:
     """The header `x-request-id` of the answer."""
     prompts: Sequence[list[int]]
     params: SamplingParams
-    constraint_field: str | None
-    """The field that holds the constraint, as the request spells it."""
     stream: bool
     reported: Reported = field(default_factory=Reported)
     echoed: Sequence[str] = ()
@@ -191,25 +205,23 @@ class Job:
             raise InvalidRequest(message, param="prompt_logprobs")
         groups = []
         for number, prompt in enumerate(self.prompts):
-            if len(self.prompts) == 1:
-                request_id = self.request_id
-            else:
-                request_id = f"{self.request_id}-{number}"
+            request_id = self.request_id
+            if len(self.prompts) > 1:
+                request_id = f"{request_id}-{number}"
+            stream = self.stream or self.at_admission
             try:
-                stream = self.stream or self.at_admission
                 groups.append(context.llm.engine.admit(request_id, prompt, self.params, stream=stream))
             except GuidedError as error:
-                raise self.respell(error, number) from None
+                raise self.located(error, number) from None
         return replace(self, groups=groups)
 
-    def respell(self, error: GuidedError, prompt: int) -> GuidedError:
-        """Return an error that names the field of the constraint as the request spells it, and the prompt if there are
-        several."""
+    def located(self, error: GuidedError, prompt: int) -> GuidedError:
+        """Return an error that names the field that the constraint comes from, and the prompt if there are several."""
         if isinstance(error, InvalidConstraint):
             error = copy(error)  # the error of a compilation is kept for other requests
         if isinstance(error, InvalidConstraint | ConstraintNotMet) and (error.param is None or error.param in KINDS):
-            error.param = self.constraint_field or error.param
-            locate(error, self.form.places)
+            name, error.pointer = self.form.place(error.pointer)
+            error.param = name or error.param
         if isinstance(error, ConstraintNotMet) and (self.params.seed is not None or self.params.is_greedy):
             error.retryable = False  # the output would be the same
         if error.param == "prompt" and len(self.prompts) > 1:
@@ -217,22 +229,8 @@ class Job:
         return error
 
 
-def locate(error: GuidedError, places: Mapping[str, tuple[str, str]]) -> None:
-    """If an error's pointer is within one of `places`, replace its field and pointer by those of the request."""
-    if error.pointer is not None and (found := _field_at(error.pointer, places)) is not None:
-        error.param, error.pointer = found
-
-
-def _field_at(pointer: str, places: Mapping[str, tuple[str, str]]) -> tuple[str, str] | None:
-    """Return the request's field that a pointer into a constraint belongs to, and the pointer within that field."""
-    for place, (field_name, inner) in places.items():
-        if f"{pointer}/".startswith(f"{place}/"):
-            return field_name, inner + pointer[len(place) :]
-    return None
-
-
-def guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) -> GuidedInfo | None:
-    """Describe how a job is constrained. `field_names`: fields of the job -> their names in the request."""
+def guided_info(job: Job, first: RequestOutput, names: FieldNames) -> GuidedInfo | None:
+    """Describe how a job is constrained."""
     constraint = job.params.constraint
     backend = first.backend
     if constraint is None or backend is None:
@@ -240,8 +238,10 @@ def guided_info(job: Job, first: RequestOutput, field_names: Mapping[str, str]) 
 
     def place(pointer: str) -> str:
         """Translate a pointer into the constraint to one into the field, with the field's name before it for a tool."""
-        name, inner = _field_at(pointer, job.form.places) or ("", pointer)
-        return (field_names.get(name, name) if "[" in name else "") + inner
+        name, inner = job.form.place(pointer)
+        if name is None or "[" not in name:
+            return str(inner)
+        return f"{names.of(name)}{inner}"
 
     return GuidedInfo(
         kind=job.form.kind or constraint.kind,
@@ -256,11 +256,9 @@ def report(job: Job, error: GuidedError) -> None:
     """Log an error that an operator can act on. Errors in the request itself are not logged."""
     if isinstance(error, ShuttingDown | QueueFull) or (error.status < 500 and not isinstance(error, CompileTimeout)):
         return
-    constraint = job.params.constraint
-    if constraint is None:
-        kind = "none"
-    else:
-        kind = constraint.kind
+    kind = "none"
+    if job.params.constraint is not None:
+        kind = job.params.constraint.kind
     backend = job.groups[0].backend or job.params.backend
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     logger.warning(
@@ -299,4 +297,4 @@ async def outputs_of(context: ServerContext, job: Job) -> Outputs:
     except GuidedError as error:
         if context.shutting_down and isinstance(error, InternalError):
             raise ShuttingDown("the server is shutting down") from error
-        raise job.respell(error, number) from None
+        raise job.located(error, number) from None

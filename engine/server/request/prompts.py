@@ -26,14 +26,23 @@ def encode_body(context: ServerContext, body: PromptFields, messages: Sequence[M
     if continues and begins_answer:
         message = "continue_final_message and add_generation_prompt exclude each other: leave one of the two out"
         raise InvalidRequest(message, param="add_generation_prompt")
+    if begins_answer is None:
+        begins_answer = not continues
+    variables: dict[str, Any] = {}
     effort = body.reasoning_effort or getattr(body.reasoning, "effort", None)
+    if effort:
+        variables["reasoning_effort"] = effort
+    variables |= body.chat_template_kwargs or {}
+    tools = body.tools or ()
+    if body.tool_choice == "none":
+        tools = ()
     return encode_chat(
         context,
         messages,
-        add_generation_prompt=not continues if begins_answer is None else begins_answer,
+        add_generation_prompt=begins_answer,
         continue_final_message=continues,
-        variables={**({"reasoning_effort": effort} if effort else {}), **(body.chat_template_kwargs or {})},
-        tools=() if body.tool_choice == "none" else body.tools or (),
+        variables=variables,
+        tools=tools,
     )
 
 
@@ -64,14 +73,16 @@ def encode_chat(
     _check_length(json.dumps(functions, ensure_ascii=False), limit, "tools")
     begins = _special_begins(tokenizer)
     mark = f"<{uuid.uuid4().hex}>"
+    given = dict(variables or {})
+    if functions:
+        given["tools"] = functions
     try:
         text: str = tokenizer.apply_chat_template(
             _marked(rendered, begins, mark),
-            **({"tools": _marked(functions, begins, mark)} if functions else {}),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **_marked(variables or {}, begins, mark),
+            **_marked(given, begins, mark),
         )
     except (TemplateError, ValueError, TypeError) as error:
         refusal = f"the chat template refuses these messages: {bounded(error)}"
@@ -121,10 +132,13 @@ def _marked(value: Any, begins: re.Pattern[str], mark: str) -> Any:
 def _special_begins(tokenizer: Any) -> re.Pattern[str]:
     """Compile a pattern for the first character of a special token. (A token of a single character can't be split.)"""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    ends: dict[str, list[str]] = {}
-    for text in sorted({str(token) for token in added.values() if token.special and len(str(token)) > 1}):
-        ends.setdefault(text[0], []).append(re.escape(text[1:]))
-    return re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in ends.items()) or r"(?!)")
+    ends: dict[str, set[str]] = {}
+    for token in added.values():
+        text = str(token)
+        if token.special and len(text) > 1:
+            ends.setdefault(text[0], set()).add(re.escape(text[1:]))
+    begins = [f"{re.escape(first)}(?={'|'.join(sorted(rest))})" for first, rest in ends.items()]
+    return re.compile("|".join(begins) or r"(?!)")
 
 
 def encode(context: ServerContext, text: str, *, add_special_tokens: bool, param: str) -> list[int]:

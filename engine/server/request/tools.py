@@ -3,23 +3,22 @@ of the output."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from engine.server.context import ServerContext
 from engine.server.request.bodies import ChatRequest, Tool, is_hosted
-from engine.server.request.constraints import RequestedConstraint, opens_objects
+from engine.server.request.constraints import RequestedConstraint
 from engine.server.request.custom_calls import CustomCallParser
-from engine.server.request.job import OutputForm, locate
-from guided.backends import candidates
+from engine.server.request.job import OutputForm
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
 from guided.regex.parser import parse
-from guided.schema.document import relaxed
-from guided.schema.keywords import escape
+from guided.tags.structural_tag import contents
+from guided.tags.structural_tag import parse as parse_tag
 from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
-from guided.tools.parser import OutputParser
+from guided.tools.output_parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
 _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
@@ -27,12 +26,12 @@ _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
 
 
 def requested_calls(
-    body: ChatRequest, context: ServerContext, constraint: Constraint | None, refused: dict[str, list[str]]
+    body: ChatRequest, context: ServerContext, requested: RequestedConstraint, refused: dict[str, list[str]]
 ) -> Calls | None:
     """Return the calls that the answer may have, or None.
 
     Args:
-        constraint: the constraint on an answer without calls.
+        requested: has the constraint on an answer without calls.
         refused: field of a schema that need not be enforced -> JSON pointers of the parts that a library refused. This
             function adds the fields.
     """
@@ -55,37 +54,38 @@ def requested_calls(
             continue
         field = schema_field(index, tool)
         strict = tool.function.strict
-        if body.strict_schema or strict:
-            faults = None
-        else:
+        faults = None
+        if is_off and strict is False:
+            faults = [""]
+        elif not (body.strict_schema or strict):
             faults = refused.setdefault(field, [])
-        parameters = _parameters(tool, field, [""] if is_off and strict is False else faults)
+        options = {"open_objects": requested.open_objects, "strict_schema": body.strict_schema is True}
+        parameters = _parameters(tool, field, faults, **options)
         if (pattern := tool.input_grammar("regex")) is not None:
             parse(pattern, param=field, lookaheads=False)  # raises if the regex can't be enforced
-        lark = tool.input_grammar("lark")
-        if lark is None:
-            text = None
-        else:
-            text = _text_format(lark, field, tool_format)
+        text = None
+        if (lark := tool.input_grammar("lark")) is not None:
+            text = _text_constraint(lark, field, tool_format)
         functions.append(Function(tool.function.name, parameters, text))
     parallel = body.parallel_tool_calls is not False and mode != "named"
-    if constraint is None:
-        answer = None
-    else:
-        answer = as_format(constraint)
+    answer = None
+    if requested.constraint is not None:
+        answer = as_format(requested.constraint)
     return Calls(tool_format, functions, mode != "auto", parallel, answer)
 
 
 def schema_field(index: int, tool: Tool) -> str:
     """Return the path of the schema of a tool's arguments, or of the format of its input, in a chat."""
-    return f"tools[{index}].{'custom.format' if tool.type == 'custom' else 'function.parameters'}"
+    if tool.type == "custom":
+        return f"tools[{index}].custom.format"
+    return f"tools[{index}].function.parameters"
 
 
-def _text_format(lark: str, field: str, tool_format: ToolFormat) -> dict[str, Any]:
+def _text_constraint(lark: str, field: str, tool_format: ToolFormat) -> Constraint:
     if tool_format.separator is not None or tool_format.call[0].endswith(NAME):
         message = "this model's format of calls has no marks around an input that is no JSON: use a regex, not Lark"
         raise InvalidRequest(message, param=field)
-    return {"type": "grammar", "grammar": lark}
+    return Constraint.grammar(lark, param=field)
 
 
 def _check_names(tools: Sequence[Tool]) -> None:
@@ -106,16 +106,13 @@ def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[
         if mode == "required" and not known:
             raise _invalid("required needs tools")
         return mode, frozenset(known)
-    if choice.get("type") == "allowed_tools":
-        allowed = choice.get("allowed_tools", choice)
-    else:
-        allowed = None
     try:
-        if allowed is None:
-            mode = "named"
-        else:
+        mode = "named"
+        tools: Any = [choice]
+        if choice.get("type") == "allowed_tools":
+            allowed = choice.get("allowed_tools", choice)
             mode = allowed["mode"]
-        tools: Any = [choice] if allowed is None else allowed["tools"]
+            tools = allowed["tools"]
         functions = [tool for tool in tools if not is_hosted(tool.get("type"))]
         names = [tool.get(tool.get("type"), tool)["name"] for tool in functions]
     except (AttributeError, KeyError, TypeError):
@@ -124,8 +121,8 @@ def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[
         raise _invalid("its type is function or custom, with a name; or allowed_tools, with a mode and a list of tools")
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
-        shown = ", ".join(known[:10]) or "none"
-        raise _invalid(f"there is no tool {bounded(unknown, 140)!r}; there are: {bounded(shown)}")
+        tools_here = ", ".join(known[:10]) or "none"
+        raise _invalid(f"there is no tool {bounded(unknown, 140)!r}; there are: {bounded(tools_here)}")
     return mode, frozenset(names)
 
 
@@ -133,34 +130,34 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(message, param="tool_choice")
 
 
-def _parameters(tool: Tool, field: str, refused: Collection[str] | None) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object.
+def _parameters(tool: Tool, field: str, faults: Collection[str] | None, **options: Any) -> Constraint:
+    """Return the constraint on the arguments of a function, which are an object.
 
     Args:
-        refused: JSON pointers of parts that are not enforced. None: the whole schema must be enforced.
+        faults: JSON pointers of parts of their schema that are not enforced. None: the whole schema must be enforced.
+        options: arguments of `Constraint.json_schema`.
     """
     schema = tool.function.parameters
     if schema is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    named = schema.get("type", "object")
-    if isinstance(named, list):
-        kinds = named
-    else:
-        kinds = [named]
-    if refused is not None:
-        is_object = any(kind in _OBJECT_TYPES for kind in kinds)
-        schema = relaxed({**schema, "type": "object"}, refused if is_object else [""])
-    elif "object" not in kinds:
+        schema = {"properties": {}, "additionalProperties": False}
+    kinds = schema.get("type", "object")
+    if not isinstance(kinds, list):
+        kinds = [kinds]
+    if faults is None and "object" not in kinds:
         message = "the parameters of a function are an object: their schema has another type"
         raise InvalidConstraint(message, param=field)
-    return {**schema, "type": "object"}
+    if faults is not None and not any(kind in _OBJECT_TYPES for kind in kinds):
+        faults = [""]
+    return Constraint.json_schema({**schema, "type": "object"}, faults=faults, param=field, **options)
 
 
 def output_form(
-    body: ChatRequest, context: ServerContext, wanted: RequestedConstraint, calls: Calls | None, prompt: list[int]
+    body: ChatRequest, context: ServerContext, requested: RequestedConstraint, calls: Calls | None, prompt: list[int]
 ) -> OutputForm:
     """Combine the request's constraint, its calls and the model's thinking phase."""
-    reasoning = context.reasoning_format if body.reasoning != "constrained" else None
+    reasoning = context.reasoning_format
+    if body.reasoning == "constrained":
+        reasoning = None
     thinking = _thinking(reasoning, prompt, context)
     if reasoning is not None and thinking == "no" and not (reasoning.answer or reasoning.finish):
         reasoning = None
@@ -168,64 +165,60 @@ def output_form(
         message = "the model's chat template has none of the known thinking phases: choose one with --reasoning-format"
         raise InvalidRequest(message, param="max_reasoning_tokens")
     if calls is None and reasoning is None:
-        return OutputForm(wanted.constraint)
-    custom = {
-        tool.function.name: tool.input_grammar("lark") is not None for tool in body.tools or () if tool.type == "custom"
-    }
-    parser = partial(CustomCallParser, custom) if custom else partial(OutputParser)
-    shown = body.include_reasoning is not False
-    parser = partial(parser, reasoning=reasoning, thinking=thinking == "open", shows_thoughts=shown)
+        return OutputForm(requested.constraint)
+    custom: dict[str, bool] = {}
+    for tool in body.tools or ():
+        if tool.type == "custom":
+            custom[tool.function.name] = tool.input_grammar("lark") is not None
+    parser: partial[Any] = partial(OutputParser)
+    if custom:
+        parser = partial(CustomCallParser, custom)
+    parser = partial(
+        parser, reasoning=reasoning, thinking=thinking == "open", shows_thoughts=body.include_reasoning is not False
+    )
     if calls is not None:
         anywhere = calls.anywhere(reasoning)
         parser = partial(parser, tools=calls.format, functions=calls.functions, anywhere=anywhere)
     texts = f"{reasoning}{calls and calls.format}"
     special = any(name in texts for name in context.llm.model.vocabulary.special_names)
-    if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
+    if calls is None and requested.constraint is None and body.max_reasoning_tokens is None:
         return OutputForm(parser=parser, shows_special_tokens=special)
-    is_open = opens_objects(body, context.settings) if wanted.constraint is None else wanted.constraint.open_objects
-    whole, places = _combined(body, wanted, calls, reasoning, thinking, is_open)
+    whole, places = _combined(body, requested, calls, reasoning, thinking)
     if calls is not None:
         return OutputForm(whole, "tools", places, parser, special, calls.format.id_length)
-    kind = "structural_tag" if wanted.constraint is None else wanted.constraint.kind
+    kind = "structural_tag"
+    if requested.constraint is not None:
+        kind = requested.constraint.kind
     return OutputForm(whole, kind, places, parser, special)
 
 
 def _combined(
     body: ChatRequest,
-    wanted: RequestedConstraint,
+    requested: RequestedConstraint,
     calls: Calls | None,
     reasoning: ReasoningFormat | None,
     thinking: Thinking,
-    open_objects: bool | None,
 ) -> tuple[Constraint, dict[str, tuple[str, str]]]:
-    """Return the constraint on the whole output, and the request's fields of its parts (`OutputForm.places`)."""
-    given = wanted.constraint
-    answer = calls.answer if calls is not None else None if given is None else as_format(given)
-    limit = body.max_reasoning_tokens
-    document = {"type": "structural_tag", "format": answer_format(calls or answer, reasoning, thinking, limit)}
-    owners: dict[int, tuple[str, str]] = {}
-    if calls is not None:
-        fields = {tool.function.name: schema_field(index, tool) for index, tool in enumerate(body.tools or ())}
-        for function in calls.functions:
-            owners[id(function.text or function.parameters)] = fields[function.name], ""
-    if answer is not None and given is not None:
-        owners[id(answer.get("json_schema", answer))] = (
-            wanted.param or given.kind,
-            "/format" if given.kind == "structural_tag" else "",
-        )
-    places = dict(_places(document, owners))
-    candidates("structural_tag", wanted.backend)
-    try:
-        whole = Constraint.structural_tag(
-            document,
-            whitespace=None if given is None else given.whitespace,
-            open_objects=open_objects,
-            strict_schema=body.strict_schema is True,
-        )
-        return whole, places
-    except InvalidConstraint as error:
-        locate(error, places)
-        raise
+    """Return the constraint on the whole output, and the origins of its parts (`OutputForm.places`)."""
+    constraint = requested.constraint
+    name = "tools"
+    answer = None
+    whitespace = None
+    if constraint is not None:
+        name = constraint.origin[0]
+        answer = as_format(constraint)
+        whitespace = constraint.whitespace
+    form = answer_format(calls or answer, reasoning, thinking, body.max_reasoning_tokens)
+    document = {"type": "structural_tag", "format": form}
+    whole = Constraint.structural_tag(
+        document,
+        whitespace=whitespace,
+        open_objects=requested.open_objects,
+        strict_schema=body.strict_schema is True,
+        param=name,
+    )
+    parts = [content for content in contents(parse_tag(document, name)) if isinstance(content.value, Constraint)]
+    return whole, {part.pointer: part.value.origin for part in parts}
 
 
 def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: ServerContext) -> Thinking:
@@ -239,18 +232,3 @@ def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: Ser
     if tail.endswith(reasoning.end):
         return "no"
     return "possible"
-
-
-def _places(document: Any, owners: dict[int, tuple[str, str]], at: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the JSON pointer of each object of `owners` in `document`, with the entry of `owners`.
-
-    `owners`: `id` of an object -> the field of the request that describes the object, and the pointer in this field.
-    """
-    if id(document) in owners:
-        yield at, owners[id(document)]
-    elif isinstance(document, dict):
-        for name, value in document.items():
-            yield from _places(value, owners, f"{at}/{escape(name)}")
-    elif isinstance(document, list):
-        for index, value in enumerate(document):
-            yield from _places(value, owners, f"{at}/{index}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from decimal import Decimal
 from functools import lru_cache
 from itertools import chain, combinations
@@ -82,14 +83,20 @@ class LLGuidanceLowering(SchemaLowering):
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         least = int(schema.get("minLength", 0))
         most = schema.get("maxLength")
-        lowered = {"type": "string", **counts("minLength", least, "maxLength", None if most is None else int(most))}
+        lengths = counts("minLength", least, "maxLength", None if most is None else int(most))
+        pattern = schema.get("pattern", "")
+        if pattern and lengths:
+            with suppress(InvalidConstraint):  # for the library, each state of the pattern has each length
+                pattern = pattern_of(schema)
+                lengths = {}
+        lowered: dict[str, Any] = {"type": "string", **lengths}
         parts = [lowered]
         if schema.get("format") in _OWN_FORMATS:
             lowered["format"] = schema["format"]
         elif "format" in schema:
             parts.append({"pattern": self._pattern(schema, "format", FORMATS[schema["format"]])})
         if "pattern" in schema:
-            parts.append({"pattern": self._pattern(schema, "pattern", schema["pattern"])})
+            parts.append({"pattern": self._pattern(schema, "pattern", pattern)})
         if len(parts) > 2:
             return {"allOf": parts}
         return parts[0] | parts[-1]

@@ -313,11 +313,11 @@ def _literal(text: str) -> str:
 
 def _without(strings: Iterable[str]) -> str:
     """Return the lexeme of all texts that contain none of `strings`."""
-    found = sorted(strings)
-    if not found:
+    literals = sorted(strings)
+    if not literals:
         return _ANYTHING
     anything = regex.Repeat(regex.Chars(regex.UNIVERSE), 0, None)
-    return f"{_ANYTHING} & ~{slashed(regex.sequence((anything, regex.choice(map(regex.literal, found)), anything)))}"
+    return f"{_ANYTHING} & ~{slashed(regex.sequence((anything, regex.choice(map(regex.literal, literals)), anything)))}"
 
 
 def _any(options: Iterable[str]) -> str:

@@ -108,7 +108,7 @@ class XGrammarBackend(Backend):
             case "regex":
                 return f"root ::= {ebnf(parse(constraint.source))}"
             case "choice":
-                return f"root ::= {' | '.join(map(quoted, constraint.choices))}"
+                return f"root ::= {' | '.join(map(quoted, constraint.value))}"
         if attribute := _ATTRIBUTE.search(constraint.source):
             message = f"xgrammar has no attributes of rules, such as {bounded(attribute[0], 60)!r}"
             raise UnsupportedConstraint(message, param="grammar")

@@ -17,7 +17,7 @@ def quoted(text: str) -> str:
 
 def exact(grammar: str) -> str:
     """Return a grammar in which each `\\x` has two digits, as xgrammar prints it: it reads more, so `é0` is lost."""
-    return re.sub(r"\\(?:x([0-9A-Fa-f]{2})|.)", lambda found: f"\\u00{found[1]}" if found[1] else found[0], grammar)
+    return re.sub(r"\\(?:x([0-9A-Fa-f]{2})|.)", lambda escape: f"\\u00{escape[1]}" if escape[1] else escape[0], grammar)
 
 
 def ebnf(node: Node) -> str:
@@ -25,11 +25,11 @@ def ebnf(node: Node) -> str:
     match node:
         case Chars(ranges):
             # xgrammar 0.2.8 computes wrong masks for a class with several ranges beyond ASCII behind a repetition, and
-            # for one beyond ASCII behind another class: it allows tokens that it does not accept. Alternatives and
+            # for a class beyond ASCII behind another one: it allows tokens that it does not accept. Alternatives and
             # counts are right, but masks of repeated ones take 20 ms.
             joined = across_surrogates(ranges)
-            parts = [_class([one for one in joined if one[1] < 0x80])]
-            parts += [_class([one]) + "{1}" for one in joined if one[1] >= 0x80]
+            parts = [_class([(low, high) for low, high in joined if high < 0x80])]
+            parts += [_class([(low, high)]) + "{1}" for low, high in joined if high >= 0x80]
             return "(" + " | ".join(filter(None, parts)) + ")"
         case Concatenation(items):
             if items:
@@ -75,16 +75,16 @@ def gbnf(text: str) -> str:
         InvalidConstraint: a class is malformed or empty.
     """
 
-    def rewritten(found: re.Match[str]) -> str:
-        if found["before"]:
-            return f'{found[0]} ""'
-        if not found["chars"]:
-            return found[0]
-        if found["chars"] == ".":
-            return ebnf(Chars(regex.UNIVERSE)) + (found["repeated"] or "")
-        node = parse(found["chars"], param="grammar")
-        if found["repeated"]:
-            return found[0]
+    def rewritten(token: re.Match[str]) -> str:
+        if token["before"]:
+            return f'{token[0]} ""'
+        if not token["chars"]:
+            return token[0]
+        if token["chars"] == ".":
+            return ebnf(Chars(regex.UNIVERSE)) + (token["repeated"] or "")
+        node = parse(token["chars"], param="grammar")
+        if token["repeated"]:
+            return token[0]
         return ebnf(node)
 
     return exact(_GBNF_TOKEN.sub(rewritten, text))

@@ -60,7 +60,7 @@ class TagFormat:
             case Text(text):
                 return [*self._literal(text), *self._series(rest)]
             case Either(options):
-                return [{"type": "or", "elements": [self._one(each) for each in options]}, *self._series(rest)]
+                return [{"type": "or", "elements": [self._one(option) for option in options]}, *self._series(rest)]
             case Times(item, low, high):
                 bounds = {"min": low, "max": -1 if high is None else high}
                 return [{"type": "repeat", **bounds, "content": self._one(item)}, *self._series(rest)]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from guided.bitmask import words
-from guided.errors import GuidedError, InvalidRequest, TokenRejected
+from guided.errors import GuidedError, InvalidRequest, PoolUnavailable, TokenRejected
 from guided.integrations.vllm import metrics
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
 from guided.pools.inline import InlinePool
-from guided.pools.opening import LazyPool
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary
@@ -91,8 +90,8 @@ class _Step:
     rows: list[GuidedRow] = field(default_factory=list)
     """The lines with a mask. The others are unconstrained: reasoning, and padding after the draft tokens."""
     reasoning: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By request, if tokens of its output may end its reasoning: the number of lines before that end, and the line that
-    has the mask of the empty output."""
+    """The requests with tokens that may end their reasoning, by id: the number of lines before that end, and the line
+    with the mask of the empty output."""
 
 
 class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
@@ -102,11 +101,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
             raise ValueError("guided's structured outputs don't work with the executor external_launcher")
         super().__init__(vllm_config)
-        self._pool = lazy_pool(vllm_config)
-        # vLLM accepts requests only after this: while they wait, vLLM's processes poll, and Ray would start too slowly.
-        # After a failure, which is logged, requests try again.
-        self._pool.opened().exception()
-        weakref.finalize(self, self._pool.shutdown)
+        self._pool = open_pool(vllm_config)
+        shutdown = self._shutdown = weakref.finalize(self, self._pool.shutdown)
+        metrics.report(self._pool, lambda: not shutdown.alive)
         self.errors: dict[str, RequestError] = {}
         """The errors of failed requests, by vLLM's id, until the requests are freed. Any thread adds entries."""
         self._masker = Masker(self._pool, self._note_failure)
@@ -118,7 +115,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self.late: dict[str, GuidedRequest] = {}
         self.clock = StepClock()
         self.missing: list[str] = []
-        """Ids of requests without a mask in this step. Their tokens must be discarded."""
+        """The ids of requests without a mask in this step. Their tokens must be discarded."""
         self._step: _Step | None = None
         """The step that is being prepared: its masks are being computed."""
         config = vllm_config.scheduler_config
@@ -126,7 +123,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         config.scheduler_cls = type(f"Guided{base.__name__}", (_GuidedScheduling, base), {"__module__": __name__})
 
     def _note_failure(self, request_id: str, error: GuidedError) -> None:
-        """Note a failure as vLLM answers it: with status 400, 503 (retryable) or 500."""
+        """Record a failure as vLLM answers it: with status 400, 503 (retryable) or 500."""
         # Also a client's mistake: a caller of `LLM.generate` is told no message.
         if error.status >= 500:
             level = logging.ERROR
@@ -210,7 +207,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     def clear_backend(self) -> None:
         """Close the pool."""
         super().clear_backend()
-        self._pool.shutdown()
+        self._shutdown()
 
     def held_back(self) -> set[str]:
         """Return the ids of late requests that still wait for their masks."""
@@ -290,8 +287,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                     mask[token >> 5] = word & ~_bit(token)
 
 
-def lazy_pool(config: VllmConfig) -> LazyPool:
-    """Return the pool of `--additional-config '{"guided": {...}}'`. It is not open yet.
+def open_pool(config: VllmConfig) -> MaskPool:
+    """Open the pool of `--additional-config '{"guided": {...}}'`.
 
     Raises:
         InvalidRequest: vLLM was started without a tokenizer.
@@ -303,16 +300,7 @@ def lazy_pool(config: VllmConfig) -> LazyPool:
         options.setdefault("max_replays", 2)  # vLLM has no finish reason for another request's fault
         if config.parallel_config.distributed_executor_backend == "ray":
             options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
-    make = find_pool(options.pop("pool"), options)
-    vocabulary = model_vocabulary(config)
-
-    def open_reported() -> MaskPool:
-        opened = make(vocabulary)
-        metrics.report(opened, lambda: pool.closed)
-        return opened
-
-    pool = LazyPool(vocabulary, open_reported)
-    return pool
+    return find_pool(options.pop("pool"), options)(model_vocabulary(config))
 
 
 def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:
@@ -321,7 +309,20 @@ def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], M
         return partial(InlinePool, **options)
     if name != "ray":
         raise ValueError(f"pool is {name!r}; it must be ray or inline")
-    return partial(import_module("actors").RayPool, options=RayPoolOptions(**options))  # `guided` needs no Ray
+    return partial(_start_pool, RayPoolOptions(**options))
+
+
+def _start_pool(options: RayPoolOptions, vocabulary: Vocabulary) -> MaskPool:
+    """Start a pool of Ray actors, and wait until it has started, or can't be.
+
+    vLLM accepts requests only after this: while they wait, vLLM's processes poll, and Ray would start too slowly.
+    """
+    pool: Any = import_module("actors").RayPool(vocabulary, options)  # `guided` needs no Ray
+    try:
+        pool.started()
+    except PoolUnavailable as error:
+        _log.error("requests fail until the mask pool has started: %s", error)
+    return cast("MaskPool", pool)
 
 
 def model_vocabulary(config: VllmConfig) -> Vocabulary:

@@ -21,8 +21,8 @@ from guided.bitmask import pack, words
 from guided.errors import GuidedError, InternalError, TokenRejected, bounded
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.protocol import Grammar, MaskPool
-from guided.processors.interface import ApplyReport
-from guided.processors.standard import GuidedProcessor
+from guided.processors.guided_processor import GuidedProcessor
+from guided.processors.logit_post_processor import ApplyReport
 from guided.sequence import GuidedSequence
 
 _log = logging.getLogger("guided.integrations")
@@ -35,22 +35,22 @@ class GuidedRequest:
     request_id: str
     """vLLM's internal id, which it makes unique."""
     stops: frozenset[int] = frozenset()
-    """Tokens at which vLLM ends the request, but for the vocabulary's stop tokens. They are allowed when the constraint
-    is satisfied, and only then."""
+    """Tokens at which vLLM ends the request, without the vocabulary's stop tokens. They are allowed only where the
+    constraint is satisfied."""
     compiled: Future[GuidedRequest] = field(default_factory=Future)
-    """Ends with this request when its grammar is compiled. Stays open if the request fails before."""
+    """A future that ends with this request when its grammar is compiled. It stays open if the request fails before."""
     error: GuidedError | None = None
     late: set[int] = field(default_factory=set)
     """Ids of the request's sequences with a late mask at the last `collect`."""
     sequences: list[GuidedSequence] = field(default_factory=list)
-    """By number of draft tokens: each row of a request has a matcher of its own."""
+    """The sequences of the request's rows, by number of draft tokens: each row has a matcher of its own."""
     committed: dict[int, int] = field(default_factory=dict)
-    """By number of draft tokens: the number of last prepared tokens that cannot be rejected."""
+    """The number of prepared tokens that cannot be rejected any more, by number of draft tokens of the row."""
 
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the grammar has consumed, without those of the reasoning."""
     masks: Sequence[NDArray[np.int32]] | NDArray[np.int32] = ()
-    """`[1 + drafts, words]`: the masks of the last step."""
+    """The masks of the last step, `[1 + drafts, words]`."""
     is_missing: bool = False
     """Whether a row of the last step had no mask: it failed, was late, or its grammar is still being compiled."""
 
@@ -70,9 +70,9 @@ class GuidedRow(NamedTuple):
     line: int
     """The line of the bitmask."""
     token_ids: Sequence[int]
-    """All output tokens before it, by reference."""
+    """All output tokens before the row, by reference."""
     drafts: int = 0
-    """Number of draft tokens at their end, which may be rejected in this step."""
+    """Number of draft tokens at the end of `token_ids`. They may be rejected in this step."""
 
 
 class Masker:
@@ -88,15 +88,18 @@ class Masker:
         self._report = report
         self._sequence_ids = itertools.count()
         self.requests: dict[str, GuidedRequest] = {}
-        """By id: the requests that have not ended. The thread that receives requests adds entries."""
+        """The requests that have not ended, by id. The thread that receives requests adds entries."""
         self._rows: Sequence[GuidedRow] = ()
         self._discarded: set[int] = set()
-        """Indices of the step's rows after a stop token, or after an invalid draft token."""
-        self._prepared: dict[int, int] = {}
-        """Sequence id -> index of its row, for the rows that were prepared."""
-        self._sequences: tuple[GuidedSequence, ...] = ()
+        """The lines of rows after a stop token, or after an invalid draft token."""
+        self._prepared: dict[int, GuidedRow] = {}
+        """The rows that were prepared, by sequence id."""
+        self._batch: tuple[list[GuidedSequence], list[int]] = ([], [])
+        """The sequences of the last step, and their lines."""
+        self._number = 0
+        """The number of this batch."""
         self._in_step = False
-        """The processor has a prepared step."""
+        """Whether the processor has a prepared step."""
 
     def begin(self, request: GuidedRequest, params: str | None) -> None:
         """Add a request, and compile its constraint. From any thread.
@@ -139,7 +142,9 @@ class Masker:
     def prepare(self, rows: Sequence[GuidedRow]) -> None:
         """Start to compute the masks of `rows`, but for known late ones. `collect` or another `prepare` follows."""
         self._discard_step()
-        self._rows, self._discarded, self._prepared = rows, set(), {}
+        self._rows = rows
+        self._discarded = set()
+        self._prepared = {}
         if rows:
             try:
                 self._submit(rows)
@@ -147,22 +152,22 @@ class Masker:
                 self._fail_rows(error)
 
     def _submit(self, rows: Sequence[GuidedRow]) -> None:
-        processor = self._processor
-        stops = self._vocabulary.stop_token_ids
-        for index, row in enumerate(rows):
-            row.request.is_missing = False
-            if any(token in stops for token in row.token_ids[-max(1, row.drafts) :]):
-                self._discarded.add(index)
-        sequences: list[GuidedSequence] = []
+        stops = set(self._vocabulary.stop_token_ids)
         decided = self.decided()
-        for index, row in enumerate(rows):
-            if index not in self._discarded and row.request.is_decided(decided):
+        batch: tuple[list[GuidedSequence], list[int]] = ([], [])
+        for row in rows:
+            row.request.is_missing = False
+            if not stops.isdisjoint(row.token_ids[-max(1, row.drafts) :]):
+                self._discarded.add(row.line)
+            elif row.request.is_decided(decided):
                 sequence = self._sequence(row)
-                self._prepared[sequence.sequence_id] = index
-                sequences.append(sequence)
-        if self._sequences != tuple(sequences):  # the same tuple again costs least
-            self._sequences = tuple(sequences)
-        processor.prepare(self._sequences, [rows[index].line for index in self._prepared.values()])
+                self._prepared[sequence.sequence_id] = row
+                batch[0].append(sequence)
+                batch[1].append(row.line)
+        if batch != self._batch:
+            self._batch = batch
+            self._number += 1
+        self._processor.prepare(*batch, self._number)
         self._in_step = True
 
     def _sequence(self, row: GuidedRow) -> GuidedSequence:
@@ -188,43 +193,41 @@ class Masker:
         Returns:
             The lines after a stop token or an invalid draft token. vLLM samples nothing from them.
         """
-        computed: set[int] = set()
         if self._in_step:
             self._in_step = False
             try:
-                computed = set(self._prepared.values())
                 self._record_report(self._processor.collect(bitmask, deadline, patience))
             except Exception as error:
                 self._fail_rows(error)
-        without: list[int] = []
-        for index, row in enumerate(self._rows):
+        computed = {row.line for row in self._prepared.values()}
+        without = [*self._discarded]
+        for row in self._rows:
             request = row.request
-            if index in self._discarded:
-                without.append(row.line)
-            elif index not in computed or request.error is not None or request.late:
+            if row.line not in self._discarded and (row.line not in computed or request.error or request.late):
                 request.is_missing = True
                 without.append(row.line)
         if without:
             bitmask[without] = pack(self._vocabulary.stop_token_ids[:1], bitmask.shape[1] * 32)
-        return {self._rows[index].line for index in self._discarded}
+        return self._discarded
 
     def _record_report(self, report: ApplyReport) -> None:
-        for index in self._prepared.values():
-            self._rows[index].request.late.clear()
+        for row in self._prepared.values():
+            row.request.late.clear()
         for sequence_id in report.late:
-            self._rows[self._prepared[sequence_id]].request.late.add(sequence_id)
+            self._prepared[sequence_id].request.late.add(sequence_id)
         for sequence_id, error in report.failed.items():
-            index = self._prepared[sequence_id]
-            row = self._rows[index]
+            row = self._prepared[sequence_id]
             if row.drafts and isinstance(error, TokenRejected):
-                self._discarded.add(index)  # vLLM rejects the draft token in the row before
+                self._discarded.add(row.line)  # vLLM rejects the draft token in the row before
+                self._number += 1  # the sequence is opened again
             else:
                 self.fail(row.request, error)
 
     def decided(self) -> set[int]:
         """Return the ids of late sequences that are decided: their masks are ready, or they failed."""
         self._discard_step()
-        return set(self._processor.decided())
+        requests = list(self.requests.values())
+        return set(self._processor.decided([sequence_id for request in requests for sequence_id in request.late]))
 
     def _discard_step(self) -> None:
         """Finish a prepared step that the engine does not use."""

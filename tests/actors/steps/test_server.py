@@ -108,7 +108,7 @@ class Peer:
         self.table = pair.segment.table
         self.numbers = {grammar: number for number, grammar in enumerate(grammars)}
         for grammar in grammars:
-            self.channel.send_grammar(package_of(grammar))
+            self.channel.send(package_of(grammar), is_grammar=True)
 
     def send(self, *requests: Request) -> None:
         self.channel.send(encode(list(requests)))
@@ -266,7 +266,7 @@ def test_a_row_waits_for_its_grammar_and_delays_no_other(either: Peer) -> None:
     either.send(either.fill(1, "a"))
     assert either.wait(1) == "bc"
     assert either.table.ready[0] == FREE
-    either.channel.send_grammar(package_of("g"))
+    either.channel.send(package_of("g"), is_grammar=True)
     assert either.wait(0) == "ax"
 
 
@@ -275,7 +275,7 @@ def test_a_large_grammar_leaves_no_descriptor(peer: Peer) -> None:
     peer.wait(0)
     before = len(os.listdir("/proc/self/fd"))
     peer.numbers["large"] = len(peer.numbers)
-    peer.channel.send_grammar(package_of("g", size=1 << 20))
+    peer.channel.send(package_of("g", size=1 << 20), is_grammar=True)
     peer.send(peer.open(1, grammar="large"))
     assert peer.wait(1) == "ax"
     until(lambda: len(os.listdir("/proc/self/fd")) == before)
@@ -283,7 +283,7 @@ def test_a_large_grammar_leaves_no_descriptor(peer: Peer) -> None:
 
 def test_a_grammar_that_cannot_be_loaded_fails_its_rows(peer: Peer) -> None:
     peer.numbers["unknown"] = len(peer.numbers)
-    peer.channel.send_grammar(package_of("unknown"))
+    peer.channel.send(package_of("unknown"), is_grammar=True)
     peer.send(peer.open(0, grammar="unknown"), peer.open(1))
     assert peer.wait(1) == "ax"
     answer = peer.answer()
@@ -294,7 +294,7 @@ def test_a_grammar_that_cannot_be_loaded_fails_its_rows(peer: Peer) -> None:
 def test_a_grammar_that_is_lost_on_its_way_fails_its_rows(remote: RemoteActor) -> None:
     peer = Peer(remote.pair, "g")
     peer.numbers["lost"] = 1
-    peer.channel.send_grammar(LOST)
+    peer.channel.send(LOST, is_grammar=True)
     peer.send(peer.open(0, grammar="lost"), peer.open(1))
     answer = peer.answer()
     assert isinstance(answer, Failed)
@@ -305,7 +305,7 @@ def test_a_grammar_that_is_lost_on_its_way_fails_its_rows(remote: RemoteActor) -
 def test_a_grammar_that_is_dropped_on_its_way_serves_its_rows(peer: Peer) -> None:
     number = peer.numbers["later"] = len(peer.numbers)
     peer.send(peer.open(0, grammar="later"), Unload([number]))
-    peer.channel.send_grammar(package_of("g"))
+    peer.channel.send(package_of("g"), is_grammar=True)
     assert peer.wait(0) == "ax"
 
 

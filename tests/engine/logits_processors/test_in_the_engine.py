@@ -12,8 +12,8 @@ from faulty_pool import FaultyPool
 from engine import LLM, AsyncLLM
 from engine.config import EngineConfig
 from engine.logits_processors import BatchUpdate, LogitsProcessor
+from engine.logits_processors.custom_logits_processors import LogitsProcessorFailed
 from engine.logits_processors.loading import load_classes
-from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams

@@ -132,6 +132,28 @@ def test_fractions_stay_where_a_schema_excludes_integers() -> None:
     ("schema", "valid", "invalid"),
     [
         (
+            recursive(
+                with_fields(["kind", "next"], kind={"const": "leaf"}, next=SELF),
+                {
+                    "oneOf": [
+                        with_fields([], kind={"type": "string"}, next=SELF),
+                        with_fields(["kind"], kind={}, size=INTEGER),
+                    ]
+                },
+            ),
+            [{"kind": "leaf", "next": {}}],
+            [{"kind": "leaf", "next": {}, "size": "s"}],
+        ),
+        (
+            recursive(
+                with_fields(["kind"], kind={"const": "leaf"}),
+                with_fields(["next"], next=SELF),
+                **with_fields(["id", "next"]),
+            ),
+            [{"kind": "leaf", "id": 1, "next": {}}],
+            [{"kind": "leaf", "id": 1}],
+        ),
+        (
             {
                 **with_fields(["n"], n={"type": "string"}),
                 "oneOf": [{"type": "array"}, {"type": "array", "prefixItems": [INTEGER]}, {"type": "object"}],
@@ -165,7 +187,7 @@ def test_fractions_stay_where_a_schema_excludes_integers() -> None:
             [{"z": 1}],
         ),
     ],
-    ids=["siblings", "fractions", "many", "names"],
+    ids=["inner", "part", "siblings", "fractions", "many", "names"],
 )
 def test_alternatives_keep_valid_values_only(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     """What is not enforced is checked, and no valid value is lost."""

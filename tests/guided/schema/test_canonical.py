@@ -194,7 +194,7 @@ def test_faults_are_located(part: Any, place: str) -> None:
     properties = {"a": part, "c": {"$ref": "#/$defs/text"}}
     document = {"type": "object", "properties": properties, "required": ["a"], "$defs": {"text": {"type": "string"}}}
     with pytest.raises(InvalidConstraint) as caught:
-        canonical(Constraint.json_schema(document).schema)
+        canonical(Constraint.json_schema(document).value)
     assert str(caught.value.pointer).endswith(place)
 
 
@@ -236,7 +236,7 @@ TREE = {**ORDERED, "properties": {**ORDERED["properties"], "m": {"$ref": "#t"}, 
     ids=str,
 )
 def test_properties_keep_the_order_of_the_source(schema: Any, names: list[str]) -> None:
-    form = canonical(Constraint.json_schema(schema).schema)
+    form = canonical(Constraint.json_schema(schema).value)
     orders = re.findall(r'"properties": (\{(?:[^{}]|\{[^{}]*\})*\})', json.dumps([form.root, form.definitions]))
     assert orders
     for order in orders:

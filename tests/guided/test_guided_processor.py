@@ -17,8 +17,8 @@ from guided.constraint import Constraint
 from guided.errors import BackendError
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import StepMasks
-from guided.processors.interface import ApplyReport
-from guided.processors.standard import FIRST_MASK_SECONDS, DecodeStep, GuidedProcessor, decode_step
+from guided.processors.guided_processor import FIRST_MASK_SECONDS, DecodeStep, GuidedProcessor, decode_step
+from guided.processors.logit_post_processor import ApplyReport
 from guided.sequence import GuidedSequence
 
 WIDTH = LETTERS.padded_vocab_size
@@ -77,9 +77,9 @@ class RecordedPool(InlinePool):
     def _note(self, call: str) -> None:
         self.calls.append(call)
 
-    def submit(self, sequences: Sequence[GuidedSequence]) -> None:
+    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self.calls.append("submit")
-        super().submit(sequences)
+        super().submit(sequences, batch)
 
     def free(self, sequence_ids: Collection[int]) -> None:
         self.calls.append("free")
@@ -130,8 +130,6 @@ def test_the_deadline_counts_from_the_end_of_the_forward_pass(
 
 @pytest.mark.parametrize(("others", "late"), [(0, []), (9, [7])], ids=["all are late", "one of ten is late"])
 def test_a_batch_waits_less_than_its_late_rows_lose(others: int, late: list[int]) -> None:
-    ready_at = time.monotonic() + 0.1
-
     class SlowPool(InlinePool):
         def collect(self, deadline: float | None = None) -> StepMasks:
             time.sleep(0.001)
@@ -141,6 +139,7 @@ def test_a_batch_waits_less_than_its_late_rows_lose(others: int, late: list[int]
     subject.initialize("r", Constraint.choice(["ab"]))
     rows = [GuidedSequence("r", 7 + number, []) for number in range(1 + others)]
     subject.prepare(rows)
+    ready_at = time.monotonic() + 0.1
     masks = np.zeros((len(rows), words(WIDTH)), np.int32)
     assert subject.collect(masks, 0.0, patience=0.5).late == late
     assert (time.monotonic() < ready_at) == bool(late)

@@ -1,4 +1,4 @@
-"""LogitsProcessors: runs the custom logits processors of one engine.
+"""CustomLogitsProcessors: runs the custom logits processors of one engine.
 
 A processor that raises is replaced by a new instance, which gets the rows of the step one by one. The rows on which the
 instance raises again fail; other rows continue.
@@ -71,7 +71,7 @@ class _Host:
         return after[: len(logits)].to(logits)
 
 
-class LogitsProcessors:
+class CustomLogitsProcessors:
     """The custom processors of an engine, in the order of `classes`. Raises `ValueError` if one cannot be created."""
 
     def __init__(self, config: VllmConfig, device: torch.device, classes: Rows[type[LogitsProcessor]] = ()) -> None:

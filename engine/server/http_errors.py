@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from starlette.types import Scope
 
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
@@ -54,7 +52,9 @@ _ANTHROPIC_TYPES = {
 
 def message_error(error: GuidedError) -> dict[str, Any]:
     """Return an error as Anthropic's API does."""
-    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    if error.status >= 500 and error.status not in _ANTHROPIC_TYPES:
+        kind = "api_error"
     details = {"error_code": error.code, "param": error.param, "pointer": error.pointer}
     return {"type": "error", "error": {"type": kind, "message": _named(error), "details": details}}
 
@@ -73,12 +73,26 @@ def _named(error: GuidedError) -> str:
     return f"{name}: {error}"
 
 
-def respell(error: GuidedError, scope: Scope) -> None:
-    """Replace the name of the field at fault by its name in the request."""
-    names: Mapping[str, str] = scope.get("state", {}).get("field_names", {})
-    sent = names.get(error.param or "", error.param)
-    error.message = error.message.replace(f"'{error.param}'", f"'{sent}'").replace(f"{error.param} is ", f"{sent} is ")
-    error.param = sent
+class FieldNames(dict[str, str]):
+    """Fields of the chat that a request is translated to -> their names in the request. Parts of a field follow it.
+
+    Routes add the fields that they translate, parts before the fields that contain them.
+    """
+
+    def of(self, field: str) -> str:
+        """Return the name of a field in the request."""
+        for name, sent in self.items():
+            if field == name or field.startswith((f"{name}.", f"{name}[")):
+                return sent + field[len(name) :]
+        return field
+
+    def respell(self, error: GuidedError) -> None:
+        """Name the field at fault as the request does."""
+        if error.param is not None:
+            sent = self.of(error.param)
+            for form in ("'{}'", "{} is "):
+                error.message = error.message.replace(form.format(error.param), form.format(sent))
+            error.param = sent
 
 
 def shape_error(errors: Sequence[Any]) -> InvalidRequest:
@@ -95,7 +109,9 @@ def shape_error(errors: Sequence[Any]) -> InvalidRequest:
     if code == "unsupported_parameter":
         message = f"{param}: {why}"
     elif code == "unknown_parameter":
-        message = f"Unknown parameter: '{param}'" + (f"; did you mean {why}?" if why else "")
+        message = f"Unknown parameter: '{param}'"
+        if why:
+            message += f"; did you mean {why}?"
     elif param:
         if code == "literal_error" and "content" in place and place[-1] == "type":
             why += ". Images, sounds and files are not supported: the models served here read text"
@@ -117,8 +133,5 @@ def _path(location: Sequence[str | int]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part not in _TAGS and "[" not in part:  # pydantic inserts the type that it has tried
-            if path:
-                path += f".{part}"
-            else:
-                path += part
-    return path
+            path += f".{part}"
+    return path.removeprefix(".")

@@ -4,39 +4,42 @@
     logits = model(...)                # meanwhile
     report = processor.apply(logits)   # change the logits, in place
 
-`GuidedProcessor` (`standard.py`) is the standard implementation. `ProcessorBundle` (`bundle.py`) combines it with an
-application's own.
+`GuidedProcessor` is the standard implementation. `PostProcessors` combines it with an application's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.pools.protocol import Grammar
-from guided.sequence import GuidedSequence, VetoReport
+from guided.sequence import GuidedSequence, SequenceOutput, VetoReport
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
+    LogitsRows: TypeAlias = NDArray[np.intp] | Sequence[int] | None
+    """The logits row of each sequence, all different. None: row i for sequence i."""
+
 
 @dataclass(slots=True)
 class ApplyReport:
-    """The result of `apply`: rows without a mask, and durations."""
+    """The result of `apply`: sequences without a mask, and durations."""
 
     failed: dict[int, GuidedError] = field(default_factory=dict)
-    """Errors by sequence id. The sequence has no valid mask and is over: its logits row allows a stop token only."""
+    """The errors of sequences that are over, because they have no valid mask, by id. Their logits rows allow a stop
+    token only."""
     late: list[int] = field(default_factory=list)
     """Ids of sequences without a mask at the deadline. They must not be sampled in this step: compute their last token
     again once `decided` returns them."""
     vetoes: dict[int, VetoReport] = field(default_factory=dict)
-    """By id: sequences of which tokens are taken back. They must not be sampled in this step."""
+    """The sequences whose tokens are taken back, by id. They must not be sampled in this step."""
     wait_seconds: float = 0.0
     """Seconds that `apply` waited for masks. Together with `prepare`, the exposed mask time."""
     mask_seconds: float = 0.0
@@ -63,21 +66,27 @@ class SampledEdit:
     append: Sequence[int] = ()
     """Tokens to append without sampling. The engine may leave out any number of them at the end."""
     stop: bool = False
-    """End the sequence (`finish_reason` stop)."""
+    """Whether to end the sequence (`finish_reason` stop)."""
 
 
 class LogitPostProcessor:
     """The methods of a post-processor that an engine calls, all from one thread. Each has a default: override some.
 
-    `ProcessorBundle`, and with it the engine, also takes the RFC's own signatures: `initialize(config)`, called once
-    when the engine is made, `prepare(sequences)`, and `apply(logits)` that returns the logits.
+    `RFC5423Adapter` (`rfc_5423.py`) runs a class with the RFC's own signatures.
     """
 
     all_rows: bool = True
-    """Handle all sequences of the batch, in the order of the rows. False: only those with a constraint."""
+    """Whether to handle all sequences of the batch, in the order of the rows. False: only those with a constraint."""
+    needs_samples: bool = False
+    """Whether `edits` gets the sampled tokens. The engine then computes log-probabilities for each token."""
     max_rollback: int = 0
     """Maximum of `SampledEdit.rollback`. Until a sequence has ended, the engine does not send its last
     `max_rollback - 1` output tokens to the client."""
+
+    @property
+    def name(self) -> str:
+        """The name in errors and logs."""
+        return type(self).__name__
 
     def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar] | None:
         """Start a request with a constraint. Its sequences can be prepared once the future is done.
@@ -96,14 +105,15 @@ class LogitPostProcessor:
         return None
 
     def prepare(
-        self, sequences: Sequence[GuidedSequence], logits_rows: NDArray[np.intp] | Sequence[int] | None = None
+        self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
     ) -> None:
         """Start one step; return in microseconds. `apply` follows.
 
         Args:
-            sequences: the sequences of the batch, each at most once. While the batch does not change, pass the same
-                tuple object again: this is the fastest.
+            sequences: the sequences of the batch, each at most once.
             logits_rows: the logits row of each sequence, all different. None: row i for sequence i.
+            batch: the number of the batch. The same number again, which is the fastest, means that no row has changed,
+                failed or been freed since then. None: they may have.
 
         Raises:
             ValueError: a sequence's request is not initialized, its grammar is still being compiled, or its id is used
@@ -112,7 +122,7 @@ class LogitPostProcessor:
             RuntimeError: `apply` has not followed the last `prepare`.
         """
 
-    def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport | torch.Tensor | None:
+    def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport | None:
         """Mask the prepared rows, in place. A row without a valid mask is reported, and allows a stop token only.
 
         Args:
@@ -122,45 +132,31 @@ class LogitPostProcessor:
                 mask is there, for at most 0.1 s. None: see `MaskPool.collect`.
 
         Returns:
-            A report. Or the changed logits, as in the RFC. None: every row is ready.
+            A report. None: every row is ready.
 
         Raises:
             RuntimeError: `prepare` was not called.
             ValueError: the logits are narrower than the vocabulary.
         """
 
-    def sampled(
-        self, seq: GuidedSequence, token_id: int, logprobs: Mapping[int, Any]
-    ) -> tuple[int, Sequence[int], bool]:
-        """Decide what follows a sampled token. Called once per sequence and step, if it is overridden.
-
-        Args:
-            seq: the sequence. Its output already ends with the token.
-            logprobs: of the token, and of as many others as the request asked for, by token id.
-
-        Returns:
-            The number of tokens to remove before the sampled one (less than `max_rollback`), the tokens to append
-            instead of it, and whether to end the sequence. An exception ends the sequence's request.
-        """
-        return 0, [token_id], False
-
-    @property
-    def needs_samples(self) -> bool:
-        """Whether `sampled` is overridden: the engine then computes log-probabilities for each token."""
-        return type(self).sampled is not LogitPostProcessor.sampled
-
-    def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+    def edits(
+        self, sequences: Sequence[GuidedSequence], samples: Sequence[SequenceOutput | None] = ()
+    ) -> Mapping[int, SampledEdit | Exception]:
         """Return how outputs are to change, by sequence id. Called after each step, between `apply` and `prepare`.
 
         Args:
-            sequences: the object that was passed to `prepare`. The outputs include the sampled tokens. Edits of rows
-                without one (late, failed, or of a draft) and of ended sequences are ignored.
+            sequences: those that were passed to `prepare`. The outputs include the sampled tokens. Edits of ended
+                sequences are ignored, and those of rows without a sampled token (late, failed, or of a draft).
+            samples: the sampled token of each sequence, or None. Empty unless `needs_samples`.
+
+        Returns:
+            Edits. An exception in place of an edit ends the sequence's request.
         """
         return {}
 
-    def decided(self) -> list[int]:
-        """Return late sequences that are decided, without waiting, until they are prepared again, unchanged."""
-        return []
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        """Return those of these late sequences that are decided: they have a mask, or failed. Does not wait."""
+        return list(sequence_ids)
 
     def rollback(self, sequence_id: int, length: int) -> None:
         """See `MaskPool.rollback`."""

@@ -97,7 +97,9 @@ class OutputParser:
             yield from self._calls(tools)
         if reasoning is not None:
             yield from self._take(regex.escape(reasoning.answer))
-        yield from self._piece("text", reasoning.finish if reasoning is not None else "")
+            yield from self._piece("text", reasoning.finish)
+        else:
+            yield from self._piece("text", "")
 
     def _calls(self, tools: ToolFormat) -> _Steps[None]:
         """Read calls, and text between them, up to the end or to the place where a call is required and missing."""
@@ -132,22 +134,23 @@ class OutputParser:
                 searched = match.end()
                 continue
             cut = self._finished and not begun and not _is_cut(match, trigger)
-            if match is None or cut:
-                end = len(self._output)
-            else:
+            end = len(self._output)
+            if match is not None and not cut:
                 end = match.start()
             whole = self._blank + self._output[self._position : end]
             if self.num_calls and not self._has_text:
                 whole = whole.lstrip()
-            is_last = self._finished and not self.num_calls and not begun
-            if is_last:
-                shown = whole
-            else:
+            shown = whole
+            if begun or self.num_calls or not self._finished:
                 shown = whole.rstrip()
             self._blank = whole[len(shown) :]
             self._has_text = self._has_text or bool(shown)
-            self._position = searched = match.end() if begun else end
-            yield from [Piece("text", shown, end=end - len(self._blank))] if shown else []
+            if shown:
+                yield Piece("text", shown, end=end - len(self._blank))
+            if begun:
+                end = match.end()
+            self._position = end
+            searched = end
             if begun and match["name"] is not None:
                 return match
             if not begun:
@@ -171,7 +174,7 @@ class OutputParser:
             yield from self._take(r"\s*")
             yield from self._json()
         else:
-            reader = ArgumentReader(tools.style, function.parameters)
+            reader = ArgumentReader(tools.style, function.parameters.value)
             arguments = yield from self._elements(reader, r"\s*" + end, tools.call[1].split()[-1])
             yield Piece("arguments", json.dumps(arguments, ensure_ascii=False), self.num_calls - 1)
         self.complete = True
@@ -181,8 +184,8 @@ class OutputParser:
             yield from self._take(tools.around[1], trigger="")
         if closed:
             return False
-        between = tools.separator or ("" if self._anywhere else tools.gap)
-        if between.strip():
+        between = tools.separator or tools.gap
+        if between.strip() and (tools.separator or not self._anywhere):
             yield from self._take(rf"\s*{_lenient(between)}")
         return bool(tools.closing)
 
@@ -217,25 +220,30 @@ class OutputParser:
                     if mark[0] in "{[":
                         depth += 1
                     else:
-                        depth += -1
+                        depth -= 1
                     if depth == 0:
                         self._position = mark.end()
                         ended = True
                         break
             text = self._output[start : self._position]
-            yield from [Piece("arguments", text, self.num_calls - 1)] if text else []
+            if text:
+                yield Piece("arguments", text, self.num_calls - 1)
             if ended:
                 return
             yield None
 
     def _piece(self, kind: str, mark: str) -> _Steps[None]:
         """Read a piece up to `mark`, or up to the end of the output if `mark` is empty."""
-        ended = False
-        while not ended:
+        while True:
             text, ended = self._until(mark)
-            end = self._position - (len(mark) if ended else 0)
-            yield from [Piece(kind, text, max(self.num_calls - 1, 0), end)] if text else []
-            yield from [] if ended else [None]
+            end = self._position
+            if ended:
+                end -= len(mark)
+            if text:
+                yield Piece(kind, text, max(self.num_calls - 1, 0), end)
+            if ended:
+                return
+            yield None
 
     def _take(self, pattern: str, trigger: str | None = None) -> _Steps[Any]:
         """Skip text that matches `pattern` at the current position, and return the match; None without a match.
@@ -259,21 +267,17 @@ class OutputParser:
 
     def _until(self, mark: str) -> tuple[str, bool]:
         """Return the text up to `mark`, which is skipped, or the text that is certainly before `mark`."""
-        if mark:
-            place = self._output.find(mark, self._position)
-        else:
-            place = -1
-        if place >= 0:
-            end = place
-        else:
-            end = len(self._output)
-        if place < 0 and not self._finished:
-            longest = min(len(mark) - 1, end - self._position)
-            held = next((size for size in range(longest, 0, -1) if self._output.endswith(mark[:size])), 0)
-            end -= held
-        text = self._output[self._position : end]
-        self._position = end + (len(mark) if place >= 0 else 0)
-        return text, place >= 0
+        start = self._position
+        end = self._output.find(mark, start)
+        if mark and end >= 0:
+            self._position = end + len(mark)
+            return self._output[start:end], True
+        end = len(self._output)
+        if not self._finished:
+            longest = min(len(mark) - 1, end - start)
+            end -= next((size for size in range(longest, 0, -1) if self._output.endswith(mark[:size])), 0)
+        self._position = end
+        return self._output[start:end], False
 
 
 @cache
@@ -286,13 +290,14 @@ def _beginnings(tools: ToolFormat) -> tuple[str, str]:
     start = regex.escape(tools.trigger)
     if tools.opening:
         first = rf"{start}\s*{_lenient(tools.opening.removeprefix(tools.trigger))}\s*(?:{call})"
+    elif tools.pattern:
+        first = call
     else:
-        if tools.pattern:
-            first = call
-        else:
-            first = rf"{start}\s*{_lenient(tools.call[0].removeprefix(tools.trigger))}"
+        first = rf"{start}\s*{_lenient(tools.call[0].removeprefix(tools.trigger))}"
     first = tools.around[0] + first
-    return first + (f"|{regex.escape(tools.finish)}" if tools.finish else ""), call
+    if tools.finish:
+        first += f"|{regex.escape(tools.finish)}"
+    return first, call
 
 
 def _lenient(text: str) -> str:

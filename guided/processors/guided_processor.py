@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -17,24 +17,20 @@ from guided.backends import candidates
 from guided.bitmask import pack, words
 from guided.constraint import Constraint
 from guided.pools.protocol import Grammar, MaskPool, StepMasks
-from guided.processors.interface import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processors.kernel import BitmaskKernel, end_of_work
-from guided.sequence import GuidedSequence
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.sequence import GuidedSequence, SequenceOutput
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from guided.processors.logit_post_processor import LogitsRows
+
 FIRST_MASK_SECONDS = 0.1
 """Minimum deadline for a step's first mask if no other row can be sampled. It delays new requests by up to this."""
 _LOOK_SECONDS = 0.0002
 """Interval between looks at masks and device."""
-
-
-@dataclass(slots=True)
-class _Request:
-    future: Future[Grammar]
-    sequences: set[int] = field(default_factory=set)
 
 
 class GuidedProcessor(LogitPostProcessor):
@@ -46,67 +42,67 @@ class GuidedProcessor(LogitPostProcessor):
         self._pool = pool
         self._kernel = BitmaskKernel()
         self.vocabulary = pool.vocabulary
-        """Of the masks."""
-        self._requests: dict[str, _Request] = {}
-        self._request_ids: dict[int, str] = {}
-        """Request id of each open sequence."""
-        self._timed: set[int] = set()
-        """Ids of open sequences with `mask_seconds`."""
-        self._opened: tuple[GuidedSequence, ...] | None = None
-        """The last prepared tuple, as long as all its sequences are open."""
+        """The vocabulary of the masks."""
+        self._grammars: dict[str, Future[Grammar]] = {}
+        """The grammars of requests, by request id."""
+        self._sequences: dict[int, GuidedSequence] = {}
+        """The open sequences, by id."""
+        self._batch: int | None = None
+        """The number of the last batch."""
+        self._is_timed = False
+        """Whether a sequence of the batch has `mask_seconds`."""
         self._prepared: Sequence[GuidedSequence] | None = None
-        """Sequences of the prepared step, until `apply` or `collect` finishes it."""
-        self._logits_rows: NDArray[np.intp] | None = None
+        """The sequences of the prepared step, until `apply` or `collect` finishes it."""
+        self._logits_rows: NDArray[np.intp] = np.empty(0, np.intp)
+        """The logits row of each sequence of the batch."""
         self._forced: list[tuple[GuidedSequence, int, list[int]]] = []
-        """`(sequence, length of its output, forced tokens)` of this step, from `StepMasks.forced`."""
+        """The forced tokens of this step: `(sequence, length of its output, StepMasks.forced)`."""
         self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
 
     def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
-        if request_id in self._requests:
+        if request_id in self._grammars:
             raise ValueError(f"request {request_id!r} is already initialized")
         future = self._pool.compile(constraint, candidates(constraint.kind, backend))
-        self._requests[request_id] = _Request(future)
+        self._grammars[request_id] = future
         return future
 
     def prepare(
-        self, sequences: Sequence[GuidedSequence], logits_rows: NDArray[np.intp] | Sequence[int] | None = None
+        self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
     ) -> None:
         if self._prepared is not None:
             raise RuntimeError("prepare() was called twice without apply() between")
-        if sequences is not self._opened:
-            known = self._request_ids
-            unknown = [each for each in sequences if known.get(each.sequence_id) != each.request_id]
-            if len({each.sequence_id for each in sequences}) < len(sequences):
-                raise ValueError("a sequence id occurs twice in this step: each sequence needs its own")
-            if unknown:
-                self._open(unknown)
-            if isinstance(sequences, tuple):
-                self._opened = sequences
-            else:
-                self._opened = None
-        if logits_rows is None:
-            self._logits_rows = None
-        else:
+        if batch is None or batch != self._batch:
+            self._open(sequences)
+            if logits_rows is None:
+                logits_rows = range(len(sequences))
             self._logits_rows = np.asarray(logits_rows, np.intp)
+            self._batch = batch
         self._kernel.wait()  # the workers overwrite the masks
-        self._pool.submit(sequences)
+        self._pool.submit(sequences, batch)
         self._prepared = sequences
 
-    def _open(self, sequences: Iterable[GuidedSequence]) -> None:
+    def _open(self, sequences: Sequence[GuidedSequence]) -> None:
+        """Open the sequences that are not open."""
+        if len({sequence.sequence_id for sequence in sequences}) < len(sequences):
+            raise ValueError("a sequence id occurs twice in this step: each sequence needs its own")
+        self._is_timed = False
         for sequence in sequences:
-            if sequence.sequence_id in self._request_ids:
-                owner = self._request_ids[sequence.sequence_id]
-                raise ValueError(f"sequence id {sequence.sequence_id} belongs to request {owner!r}: free that first")
-            request = self._requests.get(sequence.request_id)
-            if request is None:
-                raise ValueError(f"request {sequence.request_id!r} is not initialized")
-            if not request.future.done():
-                raise ValueError(f"the grammar of request {sequence.request_id!r} is still being compiled")
-            self._pool.open(sequence, request.future.result(timeout=0))
-            request.sequences.add(sequence.sequence_id)
-            self._request_ids[sequence.sequence_id] = sequence.request_id
-            if sequence.mask_seconds is not None:
-                self._timed.add(sequence.sequence_id)
+            self._is_timed |= sequence.mask_seconds is not None
+            known = self._sequences.get(sequence.sequence_id)
+            if known is None:
+                self._pool.open(sequence, self._grammar(sequence.request_id))
+                self._sequences[sequence.sequence_id] = sequence
+            elif known.request_id != sequence.request_id:
+                owner = f"belongs to request {known.request_id!r}"
+                raise ValueError(f"sequence id {sequence.sequence_id} {owner}: free that first")
+
+    def _grammar(self, request_id: str) -> Grammar:
+        future = self._grammars.get(request_id)
+        if future is None:
+            raise ValueError(f"request {request_id!r} is not initialized")
+        if not future.done():
+            raise ValueError(f"the grammar of request {request_id!r} is still being compiled")
+        return future.result()
 
     def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport:
         width = self.vocabulary.padded_vocab_size
@@ -120,14 +116,11 @@ class GuidedProcessor(LogitPostProcessor):
         step, report = self._collect(sequences, deadline, len(logits) == len(sequences), computed)
         started = time.perf_counter()
         masks = [(part.masks, part.slots) for part in step.ready]
-        rows = [part.rows for part in step.ready]
-        if self._logits_rows is not None:
-            rows = [self._logits_rows[part] for part in rows]
+        rows = [self._logits_rows[part.rows] for part in step.ready]
         closed = self._without_mask(step)
-        if closed:
-            masks.append((self._stop_mask[None], np.zeros(len(closed), np.intp)))
-            rows.append(np.array(closed))
-        self._kernel.apply(logits, masks, np.concatenate(rows) if rows else ())
+        masks.append((self._stop_mask[None], np.zeros(len(closed), np.intp)))
+        rows.append(closed)
+        self._kernel.apply(logits, masks, np.concatenate(rows))
         report.kernel_seconds = time.perf_counter() - started
         return report
 
@@ -142,9 +135,8 @@ class GuidedProcessor(LogitPostProcessor):
                 that: for another `patience` times the share of late sequences.
         """
         step, report = self._collect(self._take_prepared("collect"), deadline, alone=False, patience=patience)
-        lines = self._logits_rows
         for part in step.ready:
-            bitmask[part.rows if lines is None else lines[part.rows]] = part.masks[part.slots]
+            bitmask[self._logits_rows[part.rows]] = part.masks[part.slots]
         bitmask[self._without_mask(step)] = self._stop_mask
         return report
 
@@ -156,12 +148,9 @@ class GuidedProcessor(LogitPostProcessor):
         self._prepared = None
         return sequences
 
-    def _without_mask(self, step: StepMasks) -> list[int]:
+    def _without_mask(self, step: StepMasks) -> NDArray[np.intp]:
         """Return the logits rows of a step that have no mask."""
-        rows = [*step.failed, *step.late]
-        if self._logits_rows is None:
-            return rows
-        return [int(self._logits_rows[row]) for row in rows]
+        return self._logits_rows[[*step.failed, *step.late]]
 
     def _collect(
         self,
@@ -171,7 +160,7 @@ class GuidedProcessor(LogitPostProcessor):
         computed: Any = None,
         patience: float = 0.0,
     ) -> tuple[StepMasks, ApplyReport]:
-        """Collect the step, and free the sequences that failed.
+        """Wait for the masks of the step, and report them.
 
         Args:
             alone: no other row of the batch can be sampled.
@@ -190,11 +179,15 @@ class GuidedProcessor(LogitPostProcessor):
             step = self._pool.collect(_LOOK_SECONDS)
         if alone and deadline is not None and sequences and len(step.late) == len(sequences):
             step = self._wait_for_first(sequences, started + FIRST_MASK_SECONDS, step.seconds)
-        report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
+        return step, self._report(sequences, step, time.perf_counter() - started)
+
+    def _report(self, sequences: Sequence[GuidedSequence], step: StepMasks, wait_seconds: float) -> ApplyReport:
+        """Return the report of a step, and close the sequences that failed."""
+        report = ApplyReport(wait_seconds=wait_seconds, mask_seconds=step.seconds)
         self._forced = [(sequences[row], len(sequences[row].output_token_ids), run) for row, run in step.forced.items()]
         report.vetoes = {sequences[row].sequence_id: veto for row, veto in step.vetoes.items()}
         report.late = [sequences[row].sequence_id for row in step.late]
-        if self._timed:
+        if self._is_timed:
             for part in step.ready:
                 for slot, row in zip(part.slots, part.rows, strict=True):
                     if (sequence := sequences[row]).mask_seconds is not None:
@@ -202,18 +195,22 @@ class GuidedProcessor(LogitPostProcessor):
         if step.failed:
             report.failed = {sequences[row].sequence_id: error for row, error in step.failed.items()}
             self._close(list(report.failed))
-        return step, report
+        return report
 
     def _wait_for_first(self, sequences: Sequence[GuidedSequence], until: float, seconds: float) -> StepMasks:
         """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again."""
-        while not self._pool.decided() and time.perf_counter() < until:
+        late = self._sequences.keys() - self._pool.decided(self._sequences)
+        late.update(sequence.sequence_id for sequence in sequences)
+        while not self._pool.decided(late) and time.perf_counter() < until:
             time.sleep(_LOOK_SECONDS)
-        self._pool.submit(sequences)
+        self._pool.submit(sequences, self._batch)
         step = self._pool.collect(0.0)
         step.seconds += seconds
         return step
 
-    def edits(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+    def edits(
+        self, sequences: Sequence[GuidedSequence], samples: Sequence[SequenceOutput | None] = ()
+    ) -> dict[int, SampledEdit]:
         """Append the tokens that have no alternative, if the pool looks ahead."""
         edits: dict[int, SampledEdit] = {}
         for sequence, length, (first, *others) in self._forced:
@@ -222,13 +219,12 @@ class GuidedProcessor(LogitPostProcessor):
                 edits[sequence.sequence_id] = SampledEdit(append=others)
         return edits
 
-    def decided(self) -> list[int]:
-        return self._pool.decided()
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        return self._pool.decided(sequence_ids)
 
     def free(self, request_id: str) -> None:
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self._close(list(request.sequences))
+        self._grammars.pop(request_id, None)
+        self._close([number for number, sequence in self._sequences.items() if sequence.request_id == request_id])
 
     def rollback(self, sequence_id: int, length: int) -> None:
         self._pool.rollback(sequence_id, length)
@@ -239,12 +235,8 @@ class GuidedProcessor(LogitPostProcessor):
     def _close(self, sequence_ids: Collection[int]) -> None:
         self._kernel.wait()  # other sequences get their slots
         self._pool.free(sequence_ids)
-        self._timed.difference_update(sequence_ids)
-        self._opened = None  # a freed sequence that is prepared again is opened again
         for sequence_id in sequence_ids:
-            request = self._requests.get(self._request_ids.pop(sequence_id, ""))
-            if request is not None:
-                request.sequences.discard(sequence_id)
+            self._sequences.pop(sequence_id, None)
 
 
 @dataclass(slots=True)
@@ -254,7 +246,7 @@ class DecodeStep:
     tokens: list[int]
     """The sampled token of each logits row. Ignore those of failed and late sequences."""
     report: ApplyReport
-    """Which sequences failed, and which are late."""
+    """The report about the sequences that failed or are late."""
     ended: list[int] = field(default_factory=list)
     """Ids of sequences that sampled a stop token. It is not appended. Do not decode them again."""
 
@@ -280,25 +272,24 @@ def decode_step(
     Tokens of failed and late sequences are not appended. If the pool looks ahead (`forced_tokens`), the forced tokens
     are appended too, so an output may grow by several tokens.
     """
+    if logits_rows is None:
+        logits_rows = range(len(sequences))
     processor.prepare(sequences, logits_rows)
     try:
         logits = forward()
     except BaseException:  # each `prepare` is followed by one `apply` or `collect`
-        if logits_rows is None:
-            rows = len(sequences)
-        else:
-            rows = 1 + max(logits_rows, default=-1)
+        rows = 1 + max(logits_rows, default=-1)
         processor.collect(np.empty((rows, words(processor.vocabulary.padded_vocab_size)), np.int32), 0.0)
         raise
     report = processor.apply(logits, deadline)
     step = DecodeStep([int(token) for token in sample(logits)], report)
-    for row, sequence in zip(range(len(sequences)) if logits_rows is None else logits_rows, sequences, strict=True):
+    for row, sequence in zip(logits_rows, sequences, strict=True):
         if sequence.sequence_id not in report.failed and sequence.sequence_id not in report.late:
             _append(processor, sequence, [step.tokens[row]], step)
-    if forced := processor.edits(sequences):
-        for sequence in sequences:
-            if sequence.sequence_id in forced:
-                _append(processor, sequence, forced[sequence.sequence_id].append, step)
+    edits = processor.edits(sequences)
+    for sequence in sequences:
+        if sequence.sequence_id in edits:
+            _append(processor, sequence, edits[sequence.sequence_id].append, step)
     return step
 
 

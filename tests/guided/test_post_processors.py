@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 
 import pytest
@@ -10,9 +11,9 @@ from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, UnsupportedConstraint
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar
-from guided.processors.bundle import ProcessorBundle
-from guided.processors.interface import ApplyReport, LogitPostProcessor
-from guided.processors.standard import GuidedProcessor
+from guided.processors.guided_processor import GuidedProcessor
+from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor
+from guided.processors.post_processors import PostProcessors
 from guided.sequence import GuidedSequence
 
 
@@ -33,9 +34,8 @@ class Own(LogitPostProcessor):
     def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport:
         return ApplyReport(dict(self.failed), list(self.late), wait_seconds=1.0)
 
-    def decided(self) -> list[int]:
-        found, self.late = self.late, []
-        return found
+    def decided(self, sequence_ids: Collection[int]) -> list[int]:
+        return [number for number in sequence_ids if number not in self.late]
 
     def free(self, request_id: str) -> None:
         self.freed.append(request_id)
@@ -43,18 +43,20 @@ class Own(LogitPostProcessor):
 
 def test_a_row_is_late_or_failed_if_it_is_so_in_one_member() -> None:
     own = Own()
-    bundle = ProcessorBundle(GuidedProcessor(InlinePool(LETTERS)), own)
-    assert bundle.initialize("r", Constraint.choice(["ab"])).result(0).backend == "llguidance"
+    processors = PostProcessors(GuidedProcessor(InlinePool(LETTERS)), own)
+    assert processors.initialize("r", Constraint.choice(["ab"])).result(0).backend == "llguidance"
 
     def apply() -> ApplyReport:
-        bundle.prepare((GuidedSequence("r", 1, []),))
-        report = bundle.apply(torch.zeros(1, LETTERS.padded_vocab_size))
+        processors.prepare((GuidedSequence("r", 1, []),))
+        report = processors.apply(torch.zeros(1, LETTERS.padded_vocab_size))
         assert report.wait_seconds > 1.0
         return report
 
     own.late = [1]
     assert apply().late == [1]
-    assert bundle.decided() == [1]
+    assert processors.decided([1]) == []
+    own.late = []
+    assert processors.decided([1]) == [1]
     assert apply().late == []
     own.failed, own.late = {1: BackendError("no")}, [1]
     report = apply()
@@ -64,5 +66,5 @@ def test_a_row_is_late_or_failed_if_it_is_so_in_one_member() -> None:
 def test_a_request_that_one_member_rejects_is_freed() -> None:
     first, second = Own(), Own(rejects=True)
     with pytest.raises(UnsupportedConstraint):
-        ProcessorBundle(first, second).initialize("r", Constraint.choice(["ab"]))
+        PostProcessors(first, second).initialize("r", Constraint.choice(["ab"]))
     assert first.freed == ["r"]
