@@ -98,10 +98,12 @@ class ForkServer:
         self._deadline = time.monotonic() + START_SECONDS
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has one thread only
         descriptors = (theirs.fileno(), vocabulary)
-        with theirs:
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(self._control.close)
             self._process = start_program(
                 "actors.compile_process", descriptors, str(os.getpid()), environment=one_thread
             )
+            undo.pop_all()
 
     def look(self) -> bool:
         """Note whether it is warm. Returns False if it has ended, or takes too long to get warm."""
