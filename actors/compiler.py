@@ -37,7 +37,7 @@ class Compiler:
     def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
         self._limits = options.compile_limits
         self._changed = threading.Condition()
-        """For the queue, the counters, and `_closing` together with the queue. Notified when a task may be taken."""
+        """Protects the queue, the counters, and `_closing`. It is notified when a task may be taken."""
         self._cache = GrammarCache(options.max_cache_bytes)
         self._crashes: Counter[str] = Counter()
         self._timeouts: Counter[str] = Counter()

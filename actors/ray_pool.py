@@ -80,7 +80,7 @@ class RayPool(Dispatcher):
         self.pin = pin
         self._supervisors: list[Supervisor] = []
         self._lock = threading.Lock()
-        """For the start, and what is known of it."""
+        """Protects the start, and what is known of it."""
         self._is_starting = False
         """Whether no actor has been up yet."""
         self._undo = contextlib.ExitStack()
@@ -231,7 +231,7 @@ class Supervisor:
         """Run one incarnation from start to end. Raises if it does not start."""
         began = time.monotonic()
         process: psutil.Process | None = None
-        """None: it is on another node."""
+        """The actor's process, or None if it is on another node."""
         if not self._incarnation:
             self._pool.cluster.check_room(self._options, self.stopping)
         session = self._pool.cluster.session(self.stopping)

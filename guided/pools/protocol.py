@@ -31,7 +31,7 @@ class Grammar:
     """A compiled grammar, ready to be opened in this pool."""
 
     key: str
-    """Equal for equal constraints that were compiled with the same choice of backends."""
+    """Key that is equal for equal constraints that were compiled with the same choice of backends."""
     backend: str
     constraint: Constraint
     compile_seconds: float = 0.0
@@ -43,7 +43,7 @@ class Grammar:
     nbytes: int = field(default=0, compare=False)
     """Its size in memory, as measured when it was compiled."""
     dumped: Any = field(default=None, repr=False, compare=False)
-    """What workers in other processes load it from."""
+    """Serialized grammar, from which workers in other processes load it."""
     compiled: CompiledGrammar | None = field(default=None, repr=False, compare=False)
     """The grammar itself, for a worker in this process."""
 
