@@ -179,7 +179,7 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
         text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, allow_nan=False)
         if len(text) > (limit := LIMITS.max_constraint_bytes):
             raise ConstraintTooLarge(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
-        document = loads(text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_nesting)
+        document = loads(text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_schema_nesting)
         json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise InvalidConstraint("a lone surrogate is not valid Unicode") from None

@@ -56,6 +56,18 @@ def test_a_thousand_optional_properties(vocabulary: Vocabulary) -> None:
     assert matcher.is_accepting()
 
 
+def test_sixty_levels_of_objects() -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    nullable = schema
+    for _ in range(59):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+        nullable = {"type": ["object", "null"], "properties": {"a": nullable}}
+    grammar = LLGuidanceBackend(BYTES).compile(Constraint.json_schema(schema))
+    assert accepts(grammar, '{"a":' * 59 + "1" + "}" * 59)
+    with pytest.raises(UnsupportedConstraint, match="recursion limit"):  # two more levels for each
+        LLGuidanceBackend(BYTES).compile(Constraint.json_schema(nullable))
+
+
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
