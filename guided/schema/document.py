@@ -127,8 +127,8 @@ def closed_objects(document: dict[str, Any] | bool) -> tuple[str, ...]:
     """
     nodes = SchemaGraph(document).nodes() if isinstance(document, dict) else ()
     naming = (node for node in nodes if "properties" in node.schema and node.path[:1] not in (("if",), ("not",)))
-    found = (node.pointer() for node in naming if _OPENING.isdisjoint(node.schema))
-    return tuple(map(shortened, islice(found, MAX_NOTES)))
+    pointers = (node.pointer() for node in naming if _OPENING.isdisjoint(node.schema))
+    return tuple(map(shortened, islice(pointers, MAX_NOTES)))
 
 
 def _parse(
@@ -204,8 +204,8 @@ def _check_subschema(node: Node, draft: str) -> None:
         raise InvalidConstraint(message, pointer=node.pointer())
     if node.parent is None:
         tidy(schema)
-        if found := fault(schema, draft):
-            raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
+        if wrong := fault(schema, draft):
+            raise InvalidConstraint(wrong[0], pointer=node.pointer(*wrong[1]))
     _check_sizes(schema, node)
 
 
