@@ -68,7 +68,9 @@ class Limits:
     max_values: int = 25_000
     """Number of values in a JSON schema: objects, arrays, strings, numbers, booleans and nulls."""
     max_nesting: int = 64
-    """Number of levels of JSON in a schema, or of brackets in a regex or a grammar."""
+    """Number of levels of brackets in a regex or a grammar, and of formats in a structural tag."""
+    max_schema_nesting: int = 120
+    """Number of levels of JSON in a schema: the libraries read 128, and their form of a schema may have a few more."""
     max_choices: int = 10_000
     max_enum: int = 10_000
     max_repetition: int = 10_000

@@ -135,34 +135,38 @@ class Alternatives:
         wholes = [self.of(part, context, exclusive=False) for part in parts]
         for index, group in enumerate(groups):
             others = [other for place, rest in enumerate(groups) if place != index for other in rest]
-            kept = [found for own in group if (found := self._without(own, others)) is not False]
-            for whole in (whole for place, rest in enumerate(wholes) if place != index for whole in rest):
-                if whole not in others and any(self.merged([part, whole]) is not False for part in kept):
+            narrowed = [self._without(alternative, others) for alternative in group]
+            kept = [alternative for alternative in narrowed if alternative is not False]
+            excluded = [other for place, whole in enumerate(wholes) if place != index for other in whole]
+            for other in excluded:
+                if other not in others and any(self.merged([part, other]) is not False for part in kept):
                     raise UnsupportedConstraint("an alternative of 'oneOf' has values of another 'oneOf'")
             yield from [parts[index]] if context is True and kept == group else kept
 
-    def _without(self, own: Any, others: list[Any]) -> Any:
-        """Return `own` without the values of `others`; False if there is none."""
-        others = [other for other in others if not self._is_apart(own, other)]
-        others = [other for other in others if self.merged([own, other]) is not False]
+    def _without(self, alternative: Any, others: list[Any]) -> Any:
+        """Return `alternative` without the values of `others`; False if there is none."""
+        others = [other for other in others if not self._is_apart(alternative, other)]
+        others = [other for other in others if self.merged([alternative, other]) is not False]
         if not others:
-            return own
-        rest = self.merged([own, *(self._excluding(own, other) for other in others)])
+            return alternative
+        rest = self.merged([alternative, *(self._excluding(alternative, other) for other in others)])
         if rest is False:  # too much may be excluded
-            rest = self.merged([own, *({"not": other} for other in others)])
-        if _is_negated(rest) and not _is_negated(own):
+            rest = self.merged([alternative, *({"not": other} for other in others)])
+        if _is_negated(rest) and not _is_negated(alternative):
             raise UnsupportedConstraint("the alternatives of 'oneOf' can't be told apart")
         return rest
 
-    def _is_apart(self, own: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return whether both have other types, or list other strings as the values of a required property."""
-        if types_of(own).isdisjoint(types_of(other)):
+    def _is_apart(self, alternative: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Return whether one is an object, and the other is none or lists other values of a required property."""
+        if types_of(alternative) != {"object"}:
+            return False
+        if "object" not in types_of(other):
             return True
-        for name in own.get("required", ()):
-            values = self._strings(own, name)
+        for name in alternative.get("required", ()):
+            values = self._strings(alternative, name)
             others = self._strings(other, name)
             if values and others and values.isdisjoint(others):
-                return own.get("type") == "object"
+                return True
         return False
 
     def _strings(self, schema: dict[str, Any], name: str) -> set[str]:
@@ -172,14 +176,14 @@ class Alternatives:
             return set(values)
         return set()
 
-    def _excluding(self, own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-        """Return a schema that excludes the values of `other` from `own`.
+    def _excluding(self, alternative: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        """Return a schema that excludes the values of `other` from `alternative`.
 
-        It may exclude more: values with properties that `other` requires, and `own` does not name.
+        It may exclude more: values with properties that `other` requires, and `alternative` does not name.
         """
-        properties = own.get("properties", {})
+        properties = alternative.get("properties", {})
         named = other.get("properties", {})
-        names = {*properties, *own.get("required", ())}
+        names = {*properties, *alternative.get("required", ())}
         allowed = listed(other.get("propertyNames", {"enum": []}))
         if not names or allowed is None or not other.keys() <= _PLAIN:
             return {"not": other}
@@ -189,7 +193,7 @@ class Alternatives:
             rest = False
         parts = {name: named.get(name, rest) for name in sorted(names)}
         differing = {name: self.unfolded(part) for name, part in parts.items() if part != properties.get(name, True)}
-        closed = listed(own.get("propertyNames", True))
+        closed = listed(alternative.get("propertyNames", True))
         if closed is None:
             is_exact = rest is True and names.issuperset(named)
         else:

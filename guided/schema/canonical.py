@@ -123,10 +123,10 @@ class CanonicalForm:
             error.pointer = shortened(self._bad_pattern())
             raise
         if form.satisfiability() == Satisfiability.NO:
-            found = find_unsatisfiable(root, validate_formats=True, pattern_options=PATTERNS, offline=True)
+            reasons = find_unsatisfiable(root, validate_formats=True, pattern_options=PATTERNS, offline=True)
             # A subschema that is `false` is meant to be.
-            conflicts = (at for at, reason in found.items() if not isinstance(reason, UnsatisfiableReason.Literal))
-            if "" in found:
+            conflicts = (at for at, reason in reasons.items() if not isinstance(reason, UnsatisfiableReason.Literal))
+            if "" in reasons:
                 place = max(conflicts, key=len, default="")
             else:
                 place = ""
@@ -152,8 +152,8 @@ class CanonicalForm:
 
     def pointers(self, schema: Schema, keyword: str) -> Iterator[str]:
         """Yield where in the schema as sent `keyword` of a subschema may come from: JSON pointers, at least one."""
-        found = self._origins.get(id(schema))
-        yield from [""] if found is None else found[1].pointers(keyword)
+        known = self._origins.get(id(schema))
+        yield from [""] if known is None else known[1].pointers(keyword)
 
     def target(self, schema: dict[str, Any]) -> Schema:
         """Return the target of a `$ref`."""

@@ -134,8 +134,8 @@ def closed_objects(document: dict[str, Any] | bool) -> tuple[str, ...]:
     """
     nodes = SchemaGraph(document).nodes() if isinstance(document, dict) else ()
     naming = (node for node in nodes if "properties" in node.schema and node.path[:1] not in (("if",), ("not",)))
-    found = (node.pointer() for node in naming if _OPENING.isdisjoint(node.schema))
-    return tuple(map(shortened, islice(found, MAX_NOTES)))
+    pointers = (node.pointer() for node in naming if _OPENING.isdisjoint(node.schema))
+    return tuple(map(shortened, islice(pointers, MAX_NOTES)))
 
 
 def _parse(document: Any, notes: list[str], strict: bool, check: _Check | None = None) -> dict[str, Any] | bool:
@@ -182,7 +182,7 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
         text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, allow_nan=False)
         if len(text) > (limit := LIMITS.max_constraint_bytes):
             raise ConstraintTooLarge(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
-        document = loads(text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_nesting)
+        document = loads(text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_schema_nesting)
         text = json.dumps(document, ensure_ascii=False, allow_nan=False)
         text.encode()
     except UnicodeEncodeError:
@@ -210,8 +210,8 @@ def _check_subschema(node: Node, draft: str) -> None:
         raise InvalidConstraint(message, pointer=node.pointer())
     if node.parent is None:
         tidy(schema)
-        if found := fault(schema, draft):
-            raise InvalidConstraint(found[0], pointer=node.pointer(*found[1]))
+        if wrong := fault(schema, draft):
+            raise InvalidConstraint(wrong[0], pointer=node.pointer(*wrong[1]))
     _check_sizes(schema, node)
 
 

@@ -59,7 +59,9 @@ class Numbers(NamedTuple):
 
     def value(self, units: int) -> float:
         """Return the number that has so many units."""
-        return float(units / 10**self.decimals)
+        if self.decimals:
+            return float(units / 10**self.decimals)
+        return units
 
     def bounds(self) -> dict[str, float]:
         """Return the bounds as keywords of JSON Schema."""

@@ -110,17 +110,17 @@ def fit(node: Node, least: int, most: int | None) -> Node:
         raise UnsupportedConstraint("no match of the pattern has a length between minLength and maxLength")
     items: list[Node] = list(node.items) if isinstance(node, Concatenation) else [node]
     loose = [index for index, item in enumerate(items) if len(set(width(item))) == 2]
-    if len(loose) == 1:
-        item = items[loose[0]]
-        size, longest_part = width(item.item) if isinstance(item, Repeat) else (0, 0)
-        if isinstance(item, Repeat) and 0 < size == longest_part:
+    if len(loose) == 1 and isinstance(item := items[loose[0]], Repeat):
+        size, longest = width(item.item)
+        if 0 < size == longest:
             fixed = low - item.low * size
             fewest = max(item.low, -((fixed - least) // size))
-            longest = item.high
+            limits = [item.high]
             if most is not None:
-                longest = min(x for x in (item.high, (most - fixed) // size) if x is not None)
-            if longest is None or fewest <= longest:
-                items[loose[0]] = regex.repeat(item.item, fewest, longest)
+                limits.append((most - fixed) // size)
+            highest = min((limit for limit in limits if limit is not None), default=None)
+            if highest is None or fewest <= highest:
+                items[loose[0]] = regex.repeat(item.item, fewest, highest)
                 return regex.sequence(items)
     raise UnsupportedConstraint("a pattern together with minLength or maxLength that it doesn't imply")
 

@@ -96,7 +96,10 @@ class LLGuidanceBackend(Backend):
         match constraint.kind:
             case "json_schema" | "json_object":
                 lowering = LLGuidanceLowering(constraint)
-                return _json_source(lowering, constraint.whitespace), list(lowering.checked)
+                try:
+                    return _json_source(lowering, constraint.whitespace), list(lowering.checked)
+                except ValueError as error:  # more than 128 levels
+                    raise _refusal(str(error), constraint) from None
             case "grammar":
                 return str(make.grammar_from_lark(check_lark(constraint.source))), []
         texts = constraint.texts

@@ -199,19 +199,19 @@ class LLGuidanceLowering(SchemaLowering):
         self, schema: dict[str, Any], properties: dict[str, Schema], patterns: dict[str, Schema]
     ) -> dict[str, Schema]:
         """Exclude named properties from the patterns that they match: the canonical form has merged the two."""
-        found = {}
+        disjoint = {}
         for pattern, value in patterns.items():
             names = [name for name in properties if string_pattern.matches(pattern, name)]
             apart = '{"$ref": ' in json.dumps(value) or pattern not in schema.get("patternProperties", {})
             try:
-                found[without(pattern, names) if names and apart else pattern] = value
+                disjoint[without(pattern, names) if names and apart else pattern] = value
             except UnsupportedConstraint:
                 if pattern in schema.get("patternProperties", {}):
                     keyword = "patternProperties"
                 else:
                     keyword = "propertyNames"
                 raise self.refusal(schema, keyword, " that match named properties too") from None
-        return found
+        return disjoint
 
     def _counted(self, schema: dict[str, Any], lowered: dict[str, Any], *, closed: bool) -> dict[str, Any]:
         """Add `minProperties` and `maxProperties`, which llguidance counts only where every named property is required.

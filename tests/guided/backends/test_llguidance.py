@@ -56,6 +56,25 @@ def test_a_thousand_optional_properties(vocabulary: Vocabulary) -> None:
     assert matcher.is_accepting()
 
 
+@pytest.mark.parametrize("kind", ["number", "integer"])
+def test_bounds_of_sixteen_digits_are_exact(kind: str) -> None:
+    schema = {"type": kind, "exclusiveMinimum": -(2**53), "maximum": -(2**53) + 1}
+    grammar = LLGuidanceBackend(BYTES).compile(Constraint.json_schema(schema))
+    assert [offset for offset in range(-3, 4) if accepts(grammar, str(-(2**53) + offset))] == [1]
+
+
+def test_sixty_levels_of_objects() -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    nullable = schema
+    for _ in range(59):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+        nullable = {"type": ["object", "null"], "properties": {"a": nullable}}
+    grammar = LLGuidanceBackend(BYTES).compile(Constraint.json_schema(schema))
+    assert accepts(grammar, '{"a":' * 59 + "1" + "}" * 59)
+    with pytest.raises(UnsupportedConstraint, match="recursion limit"):  # two more levels for each
+        LLGuidanceBackend(BYTES).compile(Constraint.json_schema(nullable))
+
+
 @pytest.mark.parametrize(
     ("schema", "text"),
     [

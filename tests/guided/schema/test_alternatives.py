@@ -185,6 +185,11 @@ def test_fractions_stay_where_a_schema_excludes_integers() -> None:
             [{"n": "x"}],
             [{"n": 1}, []],
         ),
+        (
+            recursive({"type": "number"}, INTEGER, {"enum": [1.5, "a"]}, with_fields(["a"], a=SELF)),
+            [2.5, "a", {"a": 2.5}],
+            [2, 1.5, {"a": 2}],
+        ),
         ({"oneOf": [{"type": ["number", "null"]}, {"allOf": [INTEGER]}]}, [2.5, None], [2]),
         (
             recursive(*(with_fields(["kind"], kind={"const": f"k{n}"}, next=SELF) for n in range(60))),
@@ -211,7 +216,7 @@ def test_fractions_stay_where_a_schema_excludes_integers() -> None:
             [{"z": 1}],
         ),
     ],
-    ids=["inner", "part", "siblings", "fractions", "many", "names"],
+    ids=["inner", "part", "siblings", "numbers", "fractions", "many", "names"],
 )
 def test_alternatives_keep_valid_values_only(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     """What is not enforced is checked, and no valid value is lost."""

@@ -130,7 +130,7 @@ class TestSizes:
     def test_as_deep_as_it_may_be(self) -> None:
         for keyword in ("items", "not", "additionalProperties"):
             schema: dict[str, Any] = {"type": "string"}
-            for _ in range(LIMITS.max_nesting - 1):
+            for _ in range(LIMITS.max_schema_nesting - 1):
                 schema = {keyword: schema}
             check(schema)
             refusal({keyword: schema})
