@@ -98,10 +98,12 @@ class ForkServer:
         self._deadline = time.monotonic() + START_SECONDS
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has one thread only
         descriptors = (theirs.fileno(), vocabulary)
-        with theirs:
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(self._control.close)
             self._process = start_program(
                 "actors.compile_process", descriptors, str(os.getpid()), environment=one_thread
             )
+            undo.pop_all()
 
     def look(self) -> bool:
         """Note whether it is warm. Returns False if it has ended, or takes too long to get warm."""
@@ -203,6 +205,8 @@ class CompileProcesses:
         """The one that was used last is used next: under a light load there is one process."""
         self.ends = 0
         """Number of fork servers that were lost."""
+        self._patience = time.monotonic() + START_SECONDS
+        """`time.monotonic()` until which the first fork server may take to get warm."""
         self._next_start = 0.0
         """`time.monotonic()` before which none is started: one that ends at once is not replaced at once."""
 
@@ -221,17 +225,24 @@ class CompileProcesses:
                 self.ends += 1
                 _log.error("a fork server of the compile processes was lost: it is replaced")
         warm = sum(server.is_warm for server in self._servers)
+        if warm:
+            self._patience = 0.0
         now = time.monotonic()
         if len(self._servers) == warm < 1 + is_quiet and now >= self._next_start:
             self._next_start = now + RETRY_SECONDS
             self._servers.append(ForkServer(self._vocabulary))
+
+    @property
+    def are_starting(self) -> bool:
+        """Whether the first fork server is still expected to get warm."""
+        return time.monotonic() < self._patience
 
     def take(self, deadline: float = math.inf) -> CompileProcess:
         """Return an idle process, or a new one once that is possible.
 
         Raises:
             PoolUnavailable: the compiler is being closed.
-            TimeoutError: there is none at `deadline`, a `time.monotonic()`.
+            TimeoutError: there is none at `deadline`, a `time.monotonic()`, and none is expected soon.
         """
         pause = 0.0
         while not self._closing.wait(pause):
@@ -248,7 +259,7 @@ class CompileProcesses:
                 except OSError as error:
                     pause = RETRY_SECONDS
                     _log.error("cannot start a compile process, will try again: %s", error)
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline and not self.are_starting:
                 raise TimeoutError
         raise closed()
 
@@ -310,7 +321,7 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
     _die_with(fork_server)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.nice(10)  # a compilation takes seconds of a core: the engine and the masks have precedence
-    enter_session()
+    enter_session(niceness=10)
     stream = socket.socket(fileno=jobs)
     decode = Decoder(CompileRequest).decode
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

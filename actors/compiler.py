@@ -37,7 +37,7 @@ class Compiler:
     def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
         self._limits = options.compile_limits
         self._changed = threading.Condition()
-        """For the queue, the counters, and `_closing` together with the queue. Notified when a task may be taken."""
+        """Protects the queue, the counters, and `_closing`. It is notified when a task may be taken."""
         self._cache = GrammarCache(options.max_cache_bytes)
         self._crashes: Counter[str] = Counter()
         self._timeouts: Counter[str] = Counter()
@@ -99,6 +99,8 @@ class Compiler:
                 self._processes.keep(is_quiet=not self._queue.running)
             except OSError as error:  # this thread must not end: it would take all compile processes with it
                 _log.error("cannot start a fork server of the compile processes, will try again: %s", error)
+            if self._processes.are_starting:
+                continue
             with self._changed:
                 expired = self._queue.expired(time.monotonic() - self._limits.wait_seconds)
             for task in expired:  # without the lock: the cache has one too

@@ -79,14 +79,14 @@ class SequenceState:
 
 
 class Work(NamedTuple):
-    """What a thread of a worker is busy with, as of its last heartbeat (`SlotTable.mark`)."""
+    """The activity of a thread of a worker at its last heartbeat (`SlotTable.mark`)."""
 
     wall: float
-    """Seconds until the heartbeat; negative if it began later."""
+    """Seconds from its beginning until the heartbeat; negative if it began later."""
     seconds: float
-    """The same without those in which it waited for a CPU."""
+    """Seconds of these in which the thread did not wait for a CPU."""
     cpu: float
-    """Seconds that it ran."""
+    """Seconds of these in which the thread ran."""
     phase: Literal["fill", "load", "import"]
     subject: int
     """The slot that it fills, or the number of the grammar that it loads."""

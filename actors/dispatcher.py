@@ -69,7 +69,7 @@ class Dispatcher:
         self.pool_wait = pool_wait
         self._max_replays = max_replays
         self.workers: list[WorkerConnection] = []
-        """Those that are up."""
+        """Workers that are up."""
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step(())
         self._is_changed = False
@@ -271,16 +271,16 @@ class Dispatcher:
         undecided = step.look()
         if undecided:
             undecided = self._wait_for_step(step, math.inf if deadline is None else time.monotonic() + deadline)
-        found = StepMasks(failed=step.failed)
+        result = StepMasks(failed=step.failed)
         ready_rows = 0
         for part in step.parts:
             table = part.table
             slots = part.slots[part.ready]
             rows = part.rows[part.ready]
-            found.ready.append(ReadyMasks(table.mask, slots, rows, table.seconds))
+            result.ready.append(ReadyMasks(table.mask, slots, rows, table.seconds))
             if self._forced_tokens:
-                found.forced |= forced_runs(table.forced[slots], rows)
-            found.seconds += float(table.seconds[slots].sum())
+                result.forced |= forced_runs(table.forced[slots], rows)
+            result.seconds += float(table.seconds[slots].sum())
             ready_rows += len(rows)
             status = table.status[part.slots]
             for index in np.flatnonzero((status > FAILED) & part.ready).tolist():
@@ -288,10 +288,10 @@ class Dispatcher:
                 sequence.steered = sequence.steered or bool(status[index] & STEERED)
                 if status[index] & CHECKED:
                     length, final, keyword = table.veto[part.slots[index]].item()
-                    found.note(int(part.rows[index]), sequence, VetoReport(length, final, keyword.decode()))
+                    result.note(int(part.rows[index]), sequence, VetoReport(length, final, keyword.decode()))
         step.all_ready = ready_rows == len(step.sequences)
-        found.late = sorted(undecided)
-        return found
+        result.late = sorted(undecided)
+        return result
 
     def _wait_for_step(self, step: _Step, deadline: float) -> dict[int, SequenceState]:
         """Wait until every row is decided, or until `deadline`, a `time.monotonic()`. Returns the undecided rows."""
@@ -322,7 +322,7 @@ class Dispatcher:
         self._receive()
         now = time.monotonic()
         if any(worker.free_slot() is not None for worker in self.workers):
-            now = math.inf  # those that wait for one can be opened now
+            now = math.inf  # sequences that wait for a worker can be opened now
         return [sequence_id for sequence_id in sequence_ids if self._is_decided(sequence_id, now)]
 
     def _is_decided(self, sequence_id: int, now: float) -> bool:

@@ -21,7 +21,8 @@ from typing import Any, cast
 
 import numpy as np
 import ray
-from ray._private import node, ray_constants, services, utils
+from ray._private import node as ray_node
+from ray._private import ray_constants, services, utils
 from ray._raylet import PlacementGroupID
 from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup
@@ -109,11 +110,11 @@ def _exit_with_engine(control: socket.socket) -> None:
 
 def _exit_with_raylet(node_id: str) -> None:
     """Exit once this node's raylet has ended: then no actor can be started, and the actors here have ended too."""
-    (found,) = (each for each in ray.nodes() if each["NodeID"] == node_id)
+    (node,) = (node for node in ray.nodes() if node["NodeID"] == node_id)
     while True:
         time.sleep(RETRY_SECONDS)
         try:
-            socket.create_connection((found["NodeManagerAddress"], found["NodeManagerPort"]), RETRY_SECONDS).close()
+            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), RETRY_SECONDS).close()
         except ConnectionRefusedError:
             os._exit(1)
         except OSError:
@@ -219,18 +220,18 @@ def check_room(placement: NodePlacement, cpus: float, number: int, nodes: list[d
     """See `Cluster.check_room`.
 
     Args:
-        cpus: that Ray reserves for each of `number` actors.
+        cpus: number of CPUs that Ray reserves for each of `number` actors.
         nodes: as `ray.nodes()` returns them.
         here: the id of this process's node.
     """
-    found = [each["Resources"] for each in nodes if each["Alive"] and _fits(each, placement, here)]
-    if not found:
+    fitting = [node["Resources"] for node in nodes if node["Alive"] and _fits(node, placement, here)]
+    if not fitting:
         raise PoolUnavailable(f"no node of the Ray cluster has the {placement.kind} of placement {placement.text!r}")
     needs = {name: amount for name, amount in (("CPU", cpus), (placement.name, placement.amount)) if amount}
-    room = sum(min(each.get(name, 0) // needs[name] for name in needs) for each in found if needs)
+    room = sum(min(node.get(name, 0) // needs[name] for name in needs) for node in fitting if needs)
     if needs and room < number:
         amounts = " and ".join(f"{amount:g} {name}" for name, amount in needs.items())
-        there = ", ".join(f"{sum(each.get(name, 0) for each in found):g} {name}" for name in needs)
+        there = ", ".join(f"{sum(node.get(name, 0) for node in fitting):g} {name}" for name in needs)
         raise PoolUnavailable(
             f"the pool reserves {amounts} for each of {number} mask actors, and the nodes of placement "
             f"{placement.text!r} have {there}, enough for {room:g}: lower num_actors, actor_cpus or the amount in "
@@ -238,14 +239,14 @@ def check_room(placement: NodePlacement, cpus: float, number: int, nodes: list[d
         )
 
 
-def _fits(found: dict[str, Any], placement: NodePlacement, here: str) -> Any:
+def _fits(node: dict[str, Any], placement: NodePlacement, here: str) -> Any:
     match placement.kind:
         case "local":
-            return found["NodeID"] == here
+            return node["NodeID"] == here
         case "resource":
-            return found["Resources"].get(placement.name, 0) >= placement.amount
+            return node["Resources"].get(placement.name, 0) >= placement.amount
         case "label":
-            return found["Labels"].get(placement.name) == placement.value
+            return node["Labels"].get(placement.name) == placement.value
     return True
 
 
@@ -285,7 +286,7 @@ def _leave_out_processes() -> None:
         return ["/bin/sh", "-c", _AGENT % ports]
 
     for name in ("start_monitor", "start_log_monitor", "start_api_server"):
-        setattr(node.Node, name, lambda *_, **__: None)
+        setattr(ray_node.Node, name, lambda *_, **__: None)
     services._build_python_executable_command_memory_profileable = command
     # This process would load the dashboard's libraries, to find out whether they are installed.
     utils.get_dashboard_dependency_error = lambda: ImportError("the dashboard is not used")

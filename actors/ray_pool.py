@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, as_completed, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -56,6 +56,8 @@ _ENDS: Mapping[EndCause, tuple[type[GuidedError], str]] = {
 }
 _RETRY_START_SECONDS = 30.0
 """Pause before another attempt to start a pool that could not be started."""
+_LOOK_SECONDS = 0.05
+"""Interval in which a wait looks whether the actors are up."""
 _log = logging.getLogger(__name__)
 
 
@@ -77,16 +79,20 @@ class RayPool(Dispatcher):
         self.vocabulary = vocabulary
         self.pin = pin
         self._supervisors: list[Supervisor] = []
-        self._starting = threading.Lock()
+        self._lock = threading.Lock()
+        """Protects the start, and what is known of it."""
+        self._is_starting = False
+        """Whether no actor has been up yet."""
         self._undo = contextlib.ExitStack()
         self._undo.callback(self.close)
 
     def start(self) -> None:
         """Start Ray and the actors in the background, unless that has begun. Until then, sequences wait for them."""
-        with self._starting:
+        with self._lock:
             if self._supervisors or self.unavailable is not None:
                 return
             _log.info("starting the Ray pool: it takes some 5 s and 1.2 GB of memory; pool='inline' takes neither")
+            self._is_starting = True
             self.pool_wait = math.inf
             self._compiler = Compiler(self.vocabulary, self.options)
             self._undo.callback(self._compiler.close)
@@ -103,20 +109,29 @@ class RayPool(Dispatcher):
             PoolUnavailable: Ray can't be reached or started, or no actor starts; says why.
         """
         self.start()
-        starting = {supervisor.started: supervisor for supervisor in self._supervisors}
-        if all(started.exception() is not None for started in as_completed(starting)):
-            self._supervisors[0].started.result()
-        for started in wait(starting, CALL_SECONDS).not_done:
-            _log.warning("mask actor %d is not up yet: the pool begins without it", starting[started].index)
+        while self._is_starting:
+            if self.unavailable is not None:
+                raise self.unavailable
+            time.sleep(_LOOK_SECONDS)
+        deadline = time.monotonic() + CALL_SECONDS
+        while self._starting() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        for index in self._starting():
+            _log.warning("mask actor %d is not up yet: the pool begins without it", index)
         return self
+
+    def _starting(self) -> list[int]:
+        """Return the actors of which the first start has not ended."""
+        return [supervisor.index for supervisor in self._supervisors if supervisor.state == "starting"]
 
     def note_state(self, error: PoolUnavailable | None) -> None:
         """Note that an actor is up, or why it did not start. From the supervisors' threads."""
-        with self._starting:
+        with self._lock:
             if error is None:
+                self._is_starting = False
                 self.pool_wait = self.options.pool_wait
                 self.unavailable = None
-            elif math.isinf(self.pool_wait) and all(supervisor.state == "down" for supervisor in self._supervisors):
+            elif self._is_starting and all(supervisor.state == "down" for supervisor in self._supervisors):
                 self.unavailable = error
 
     def _stop_actors(self) -> None:
@@ -163,8 +178,6 @@ class Supervisor:
 
     def __init__(self, index: int, pool: RayPool) -> None:
         self.index = index
-        self.started: Future[None] = Future()
-        """Done once the first incarnation is up. Raises `PoolUnavailable` if it did not start."""
         self._pool = pool
         self._options = pool.options
         self._memory = memory_limit(pool.options.actor_memory_bytes)
@@ -204,8 +217,6 @@ class Supervisor:
             except Exception as raised:
                 reason = raised if isinstance(raised, GuidedError) else bounded(raised)
                 error = PoolUnavailable(f"mask actor {self.index} did not start: {reason}")
-                if not self.started.done():
-                    self.started.set_exception(error)
                 if not self.stopping.is_set():
                     self.state = "down"
                     self._record_end("not_started", error.message)
@@ -220,7 +231,7 @@ class Supervisor:
         """Run one incarnation from start to end. Raises if it does not start."""
         began = time.monotonic()
         process: psutil.Process | None = None
-        """None: it is on another node."""
+        """The actor's process, or None if it is on another node."""
         if not self._incarnation:
             self._pool.cluster.check_room(self._options, self.stopping)
         session = self._pool.cluster.session(self.stopping)
@@ -247,8 +258,6 @@ class Supervisor:
             self.state = "up"
             self._pool.announce(partial(self._pool.add, connection))
             self._pool.note_state(None)
-            if not self.started.done():
-                self.started.set_result(None)
             watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
             cause: EndCause = "died"
             culprit = None

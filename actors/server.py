@@ -69,11 +69,11 @@ class _Grammar:
     """A grammar, for all sequences that are opened with it."""
 
     loaded: CompiledGrammar | GuidedError | None = None
-    """None: it is not there yet. An error: it cannot be loaded."""
+    """The grammar, or why it cannot be loaded; None until it is there."""
     is_unloaded: bool = False
-    """The engine no longer wants it, and it is not there yet."""
+    """Whether the engine has dropped it before it was there."""
     seconds: float = SLOW_SECONDS
-    """What its quickest mask took, at most: an estimate for the first one of a sequence."""
+    """Seconds of its quickest mask, at most: an estimate for the first mask of a sequence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,9 +84,9 @@ class _Slot:
     grammar: _Grammar
     request_id: str
     seconds: float
-    """What its last mask took, or the estimate for the first."""
+    """Seconds of its last mask, or the estimate for the first."""
     changes: list[Open | Edit] = field(default_factory=list)
-    """What the engine has sent, and the thread that fills the row next has to apply."""
+    """Messages of the engine that the next thread that fills the row has to apply."""
     target: int = 0
     """Version of the mask that was requested last."""
     token: int = -1
@@ -128,14 +128,14 @@ class StepServer:
         self._busy = table.mark["busy"][0]
         self._since = table.mark["since"][0]
         self._lock = threading.Lock()
-        """For the following. The second thread reads from `end` only while the first one fills a row."""
+        """Protects the fields below. The second thread reads from `end` only while the first one fills a row."""
         self._slots: dict[int, _Slot] = {}
         self._wanted: dict[int, _Slot] = {}
-        """Those of which a mask is wanted, in the order of the requests."""
+        """Slots of which a mask is wanted, in the order of the requests."""
         self._grammars: dict[int, _Grammar] = {}
-        """By number: those that may be opened, or that are being loaded."""
+        """Grammars that may be opened, or that are being loaded, by number."""
         self._filling: list[_Slot | None] = [None, None]
-        """What each of the first two threads fills."""
+        """The slots that the first two threads fill."""
         self._news = threading.Event()
         """Set when a frame was handled; cleared by the second thread."""
         self._decode = Decoder(list[Request]).decode
@@ -225,7 +225,7 @@ class StepServer:
         threads = [*self._threads[:-1], self._threads[LOAD]]
         began = np.zeros(len(ACTIVITIES))
         before = np.zeros((len(ACTIVITIES), 2))
-        """Since when each thread is busy, and its `thread_times` at the first heartbeat after that."""
+        """Times at which the threads began, and their `thread_times` at the first heartbeat after that."""
         while True:
             now = time.monotonic()  # first: if this thread waits for a CPU now, the others seem to have waited more
             since = mark["since"].copy()

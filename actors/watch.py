@@ -58,7 +58,7 @@ class Watch:
         self._seen = (0.0, 0)
         """The last heartbeat, and the sum of the versions of all masks, which changes with each."""
         self._state = ""
-        """Of the heartbeat's thread: see `thread_state`."""
+        """State of the heartbeat's thread: see `thread_state`."""
         self._waited = 0.0
         """Seconds that this thread has waited for a CPU."""
 

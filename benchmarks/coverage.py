@@ -83,9 +83,8 @@ mode, vLLM and llama.cpp close these objects, too.
   without decimals at most 19 in xgrammar.
 - An integer has no fraction, and a number with a bound no exponent (`1e-06`). An exponent has at most two digits.
 - Alternatives of `anyOf` and `oneOf` that the canonical form merges have the order of one of them.
-- `oneOf` of objects that refer to themselves: an alternative is told apart from another one by the properties that it
-  names, and by those that the other one requires. It does not have the latter, with any value, and no value is
-  generated that fails the other one only in a property that the alternative does not name. Where a schema has neither `not` nor `if`, and a value has
+- `oneOf` of objects that refer to themselves: where an alternative is told apart by a property that another one
+  requires, it does not have this property, with any value. Where a schema has neither `not` nor `if`, and a value has
   other types than numbers so that it is in one alternative of `oneOf` only, it is no number with a fraction.
 - xgrammar: an object with a property that can have no value (`"a": false`), or a name that has to be escaped, has no
   other properties, and listed objects and arrays have no whitespace. outlines and lm-format-enforcer: an object with

@@ -79,10 +79,10 @@ def kills(pool: Any) -> int:
 
 
 def letters(made: Any, number: int) -> list[int]:
-    """Open quick rows of a real library."""
+    """Open quick rows of a real library. They never end: a step takes the first allowed token, which is a space."""
     from guided.constraint import Constraint
 
-    grammar = made.pool.compile(Constraint.regex("[a-z ]{9000}"), ("llguidance",)).result(60)
+    grammar = made.pool.compile(Constraint.regex("[a-z ]*é"), ("llguidance",)).result(60)
     rows: list[int] = made.open_with(grammar, number)
     return rows
 

@@ -131,9 +131,8 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> None:
         """End a request as `FINISHED_ABORTED`. An unknown id is ignored."""
-        group = self.groups.get(request_id)
-        if group is not None:
-            self.requests.end(group, SequenceStatus.FINISHED_ABORTED)
+        if request_id in self.groups:
+            self.requests.end(self.groups[request_id], SequenceStatus.FINISHED_ABORTED)
 
     @property
     def has_unfinished(self) -> bool:
@@ -170,9 +169,8 @@ class LLMEngine:
             yield
         except torch.OutOfMemoryError as error:
             logger.exception("a step ran out of memory")
-            groups = [sequence.group for sequence in batch.all_sequences]
-            newest = max(groups, key=lambda group: group.arrival_time)
-            self.requests.fail(newest, InternalError(f"the device ran out of memory: {bounded(error)}"))
+            newest = max(batch.all_sequences, key=lambda sequence: sequence.group.arrival_time)
+            self.requests.fail(newest.group, InternalError(f"the device ran out of memory: {bounded(error)}"))
             self._abandon(batch)
             torch.cuda.empty_cache()
         except BaseException:  # for example Ctrl-C
@@ -194,8 +192,9 @@ class LLMEngine:
         """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run. Late ones
         run once their mask is decided, or if nothing else can run: the step then waits for the first mask."""
         self.requests.update()
-        if self.scheduler.late:
-            self.scheduler.resume(self.processor.decided([sequence.seq_id for sequence in self.scheduler.late]))
+        late = [sequence.seq_id for sequence in self.scheduler.late]
+        if late:
+            self.scheduler.resume(self.processor.decided(late))
         batch = self.scheduler.schedule()
         if batch.is_empty and self.scheduler.late:
             self.scheduler.resume()

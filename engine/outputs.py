@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.step.logprobs import TokenLogprobs
@@ -87,24 +87,14 @@ class CompletionOutput:
             count = min(count, len(record.logprobs))
         if params.mask_details and not finished:
             count = min(count, record.num_scored(len(output)))
-        _read_text(sequence, finished, count)
-        text = sequence.detokenizer.visible(finished)
+        text = _read_text(sequence, finished, count)
         if held_back:  # the search for stop strings has read tokens that are held back
             text = text[: len(sequence.detokenizer.text_of(output[:count]))]
-        if params.mask_details:
-            details = record.details
-        else:
-            details = None
-        if details is not None:
-            if view is None:
-                seconds = 0.0
-            else:
-                seconds = view.mask_seconds or 0.0
-            allowed = details.allowed[:count]
-            forced = details.forced[:count]
-            kept = details.kept[:count]
-            kept += [None] * (len(allowed) - len(kept))
-            details = replace(details, allowed=allowed, forced=forced, kept=kept, mask_seconds=seconds)
+        details = None
+        if params.mask_details and record.details is not None:
+            details = record.details.first(count)
+            if view is not None and view.mask_seconds is not None:
+                details.mask_seconds = view.mask_seconds
         return cls(
             sequence.index,
             text,
@@ -202,10 +192,11 @@ def _resampled(group: SequenceGroup) -> tuple[list[Sequence], float]:
     return random.Random(group.seed).choices(complete, weights, k=group.sampling_params.n), effective
 
 
-def _read_text(sequence: Sequence, finished: bool, count: int) -> None:
-    """Extend the text to `count` tokens, without the stop token that ended it unless the request asks for that."""
+def _read_text(sequence: Sequence, finished: bool, count: int) -> str:
+    """Return the text of `count` tokens, without the stop token that ended it unless the request asks for that."""
     if sequence.ended_by_stop_token and not sequence.params.include_stop_str_in_output:
         count -= 1
     sequence.detokenizer.feed(sequence.output_token_ids, count)
     if finished:
         sequence.detokenizer.flush()
+    return sequence.detokenizer.visible(finished)

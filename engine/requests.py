@@ -107,7 +107,7 @@ class Requests:
         """End a group with an error, unless it has ended."""
         if group.is_finished():
             return
-        self._stats.failures[error.code] = self._stats.failures.get(error.code, 0) + 1
+        self._stats.failures[error.code] += 1
         self.end(group, SequenceStatus.FINISHED_INTERNAL_ERROR, error)
 
     def end(self, group: SequenceGroup, status: SequenceStatus, error: GuidedError | None = None) -> None:

@@ -33,7 +33,7 @@ class EngineStats:
     forced_tokens: int = 0
     """Tokens that were appended without a forward pass of their own."""
     late: int = 0
-    """Sequences that did not run in the last step because of a late mask."""
+    """Sequences with a late mask, after the last step."""
     late_rows: int = 0
     """Rows without a mask at the deadline."""
     kept_mass: list[int] = field(default_factory=lambda: [0] * len(KEPT_MASS_BOUNDS))
@@ -41,7 +41,7 @@ class EngineStats:
     kept_mass_sum: float = 0.0
     vetoes: Counter[str] = field(default_factory=Counter)
     """Number of times that tokens were taken back, by the keyword of the schema that they violated."""
-    failures: dict[str, int] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
     """Groups that ended with an error, by its code."""
 
     def note_masks(self, report: ApplyReport) -> None:

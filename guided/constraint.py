@@ -119,10 +119,10 @@ class Constraint:
         from guided.schema import document as schema_checks
 
         notes: list[str] = []
-        if faults is None:
-            document = schema_checks.parse(schema, param, notes, strict=strict_schema)
-        else:
+        if faults is not None and isinstance(schema, Mapping):
             document = schema_checks.relaxed(schema, faults, notes)
+        else:
+            document = schema_checks.parse(schema, param, notes, strict=strict_schema)
         source = _json(document)
         _check_text(source, "JSON schema", param)
         spaces = _whitespace(whitespace, param)

@@ -34,6 +34,13 @@ class MaskDetails:
         distribution (before bias and penalties, at temperature 1). None: there was no mask, or it is not known yet."""
         return [None if log is None else math.exp(log) for log in self.kept]
 
+    def first(self, count: int) -> MaskDetails:
+        """Return a copy for the first `count` output tokens."""
+        allowed = self.allowed[:count]
+        kept = self.kept[:count]
+        kept += [None] * (len(allowed) - len(kept))
+        return MaskDetails(allowed, self.forced[:count], kept, self.exposed_seconds)
+
 
 class TokenRecord:
     """The log-probabilities of output tokens, the details of their masks, and the tokens that were taken back. A forced

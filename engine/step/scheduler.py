@@ -19,8 +19,8 @@ class Scheduler:
 
     If blocks run out, the newest sequence is preempted: it loses its blocks, and is prefilled again, prompt and output,
     before new groups start. Beams of a group are preempted and started together. Groups that wait for their grammar
-    are skipped and keep their place. A late sequence is skipped until its mask is ready, and keeps its blocks and the
-    hidden state of its last token. Then it is sampled without a forward pass.
+    keep their place. A late sequence (`SequenceStatus.LATE`) does not run until its mask is ready, and keeps its blocks
+    and the hidden state of its last token. Then it is sampled without a forward pass.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Scheduler:
         return bool(self.running or self.preempted or any(not group.waits_for_grammar for group in self.waiting))
 
     @property
-    def late(self) -> set[Sequence]:
-        """Running sequences that wait for their mask, or for that of another beam of their group."""
-        return {sequence for sequence in self.running if sequence.is_late}
+    def late(self) -> list[Sequence]:
+        """Sequences with a late mask."""
+        return [sequence for sequence in self.running if sequence.status is SequenceStatus.LATE]
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group."""
@@ -85,7 +85,9 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Build the next step's batch. It is empty if no sequence can run."""
         before = self.num_preemptions
-        late = self.late
+        late = set[Sequence]()
+        if self.late:  # other beams of their groups wait, too
+            late.update(sequence for sequence in self.running if sequence.is_late)
         decodes, kept, copies = self._schedule_decodes(late)
         if decodes or kept or late:
             budget = self.max_num_batched_tokens - len(decodes)
@@ -200,8 +202,8 @@ class Scheduler:
 
     def resume(self, decided: Collection[int] | None = None) -> None:
         """Let late sequences with these ids run: they have their mask, or an error. None: all."""
-        for sequence in self.running:
-            if sequence.status is SequenceStatus.LATE and (decided is None or sequence.seq_id in decided):
+        for sequence in self.late:
+            if decided is None or sequence.seq_id in decided:
                 sequence.status = SequenceStatus.RUNNING
 
     def _free(self, sequence: Sequence) -> None:

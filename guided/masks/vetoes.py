@@ -64,7 +64,7 @@ class VetoedSlot(SlotState):
         if self._follower is None:
             held_from = None
         else:
-            held_from = self._follower.open[-1].held_from
+            held_from = self._follower.held_from
         self._final = max(self._final, length if held_from is None else held_from, length - MAX_HELD)
         return VetoReport(length, self._final, "" if self._last is None else self._last.error.keyword)
 
@@ -83,14 +83,14 @@ class VetoedSlot(SlotState):
             super().accept([token])
             if self._follower is None or self._follower.is_over:
                 self._look_for_content()
-        if self._last is not None and self._follower is not None:
+        if self._last is not None and self._follower is not None and self._follower.has_pattern:
             characters = self._follower.characters()
-            if characters:  # a string under a pattern goes on by single characters
+            if characters:  # the string goes on by single ones
                 self._forbid(self._vocabulary.text_mask & ~self._vocabulary.spelled_like(characters))
 
     def _veto(self, token: int, violation: Violation) -> None:
         self._last = violation
-        start = violation.token
+        start = violation.begun[-1]
         self._look_for_content()
         self._forbid(pack([token], self._vocabulary.padded_vocab_size))
         self._forbid(self._vocabulary.beginning_with(violation.beginnings))
@@ -134,8 +134,8 @@ class VetoedSlot(SlotState):
         start = len(tokens) - 1
         if self._last is not None:
             self.error = self._last.error
-            if self._final <= self._last.token < start:
-                start = self._last.token + 2 - max(1, self._counts[self._last.token] // _PATIENCE)
+            if self._final <= self._last.begun[-1] < start:
+                start = self._last.begun[-1] + 2 - max(1, self._counts[self._last.begun[-1]] // _PATIENCE)
         for length in range(start, self._final - 1, -1):
             self.roll_back(length)
             text = self._vocabulary.spelled(tokens[length:])

@@ -26,9 +26,9 @@ class NodePlacement:
     """As the user wrote it."""
     kind: Literal["local", "spread", "resource", "label", "group"]
     name: str = ""
-    """Of the resource or the label."""
+    """Name of the resource or the label."""
     value: str = ""
-    """Of the label, or the id of the placement group."""
+    """Value of the label, or id of the placement group."""
     amount: float = 0.0
     """Amount of the resource that each actor takes."""
 

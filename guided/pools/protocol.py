@@ -43,7 +43,7 @@ class Grammar:
     nbytes: int = field(default=0, compare=False)
     """The size in memory, as measured when the grammar was compiled."""
     dumped: Any = field(default=None, repr=False, compare=False)
-    """The serialized grammar, for workers in other processes."""
+    """Serialized grammar, from which workers in other processes load it."""
     compiled: CompiledGrammar | None = field(default=None, repr=False, compare=False)
     """The grammar itself, for a worker in this process."""
 

@@ -26,6 +26,8 @@ from guided.schema.validation import PATTERNS, Validator
 KEYWORDS = {*MISSPELT, *OTHERS}
 _CLOSING = ("propertyNames", "additionalProperties")
 _PLAIN = {"type", "properties", "required", "minProperties", "maxProperties", *_CLOSING}
+FRACTIONS = {"type": "number", "not": {"multipleOf": 1}}
+"""What the library adds to other types for a value of another alternative of `oneOf`. No library enforces it."""
 _MAX_PARTS = 120
 """Maximum number of alternatives of a `oneOf` that are told apart: each is compared with each."""
 _MAX_FORMS = 1_000
@@ -173,7 +175,7 @@ class Alternatives:
     def _excluding(self, own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         """Return a schema that excludes the values of `other` from `own`.
 
-        It may exclude more: values with properties that `other` names, and `own` does not.
+        It may exclude more: values with properties that `other` requires, and `own` does not name.
         """
         properties = own.get("properties", {})
         named = other.get("properties", {})
@@ -187,8 +189,13 @@ class Alternatives:
             rest = False
         parts = {name: named.get(name, rest) for name in sorted(names)}
         differing = {name: self.unfolded(part) for name, part in parts.items() if part != properties.get(name, True)}
-        if rest is not True and own.keys().isdisjoint(_CLOSING) and False not in differing.values():
-            raise UnsupportedConstraint("the alternatives of 'oneOf' differ in properties without a name")
+        closed = listed(own.get("propertyNames", True))
+        if closed is None:
+            is_exact = rest is True and names.issuperset(named)
+        else:
+            is_exact = names.issuperset(closed)
+        if not is_exact and names.issuperset(other.get("required", ())):
+            return {"not": other}
         kept = {keyword: value for keyword, value in other.items() if keyword not in _CLOSING}
         return {"not": {**kept, "properties": differing}}
 
@@ -221,7 +228,7 @@ def without_frame(schema: Any) -> Any:
 
 def _is_negated(schema: Any) -> bool:
     """Return whether what no library enforces is left in a form: `not` of anything but strings, or `contains`."""
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or schema == FRACTIONS:
         return False
     is_negated = "contains" in schema or ("not" in schema and schema.get("type") != "string")
     return is_negated or any(_is_negated(child) for _, child, _ in children(schema))

@@ -32,9 +32,19 @@ _PARTS = (
 """Keywords with subschemas for members and items."""
 _FINAL = ("maxItems", "maxProperties", "propertyNames", "additionalProperties", "type")
 """Keywords that an open object or array violates for ever."""
+_SHALLOW = frozenset(
+    (
+        *("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"),
+        *("minLength", "maxLength", "pattern", "format", "minProperties", "maxProperties", "propertyNames"),
+        *("uniqueItems", "minItems", "maxItems", "contains", "minContains", "maxContains"),
+    )
+)
+"""Keywords that are violated, for ever, by a whole value only, by a key, or by a whole member or item."""
 _UNSAFE = re.compile(r"\(\?<?!.*(?:\$|\\[bB])|\\[pPs]", re.DOTALL)
 """Matches patterns of which a partial match can't be trusted: a negative lookaround sees the end of the text, or there
 are classes with characters beyond ASCII."""
+_INDEX = re.compile(r"\+?[0-9]{1,19}")
+"""Matches keys that `jsonschema-rs` takes for indices in the path of an error."""
 _TIMEOUT = 0.01
 """Seconds for one comparison of a text with a pattern."""
 
@@ -49,6 +59,8 @@ class Part:
     """Of a string."""
     is_checked: bool = False
     """A keyword of one of them is not enforced by the mask."""
+    is_deep: bool = False
+    """Such a keyword may also be violated within a member or item."""
 
     def may_match(self, text: str) -> bool:
         """Return whether a string that begins like this may match all patterns."""
@@ -88,7 +100,19 @@ class Beginnings:
 
     @cached_property
     def _checked(self) -> set[Node]:
-        above = {place.rpartition("/")[0] for place in self._places}.union(self._places)
+        return self._with(self._places)
+
+    @cached_property
+    def _deep(self) -> set[Node]:
+        """The nodes in `_checked` with a keyword that may be violated within a member or item."""
+        places = [place for place in self._places if place.rpartition("/")[2] not in _SHALLOW]
+        if not places:
+            return set()
+        return self._with(places)
+
+    def _with(self, places: Collection[str]) -> set[Node]:
+        """Return the subschemas at these JSON pointers, and those with a keyword there. The root if there are none."""
+        above = {place.rpartition("/")[0] for place in places}.union(places)
         return {node for node in self._graph.nodes() if node.pointer() in above} or {self._graph.root}
 
     def _below(self, part: Part, key: str | int) -> Part:
@@ -98,7 +122,7 @@ class Beginnings:
         for node in nodes:  # grows
             nodes += [child for _, child in node.same if child not in nodes]
         patterns = [node.schema["pattern"] for node in nodes if "pattern" in node.schema]
-        return Part(nodes, patterns, not self._checked.isdisjoint(nodes))
+        return Part(nodes, patterns, not self._checked.isdisjoint(nodes), not self._deep.isdisjoint(nodes))
 
     def error(self, document: Any, path: Path | None, place: Place) -> ConstraintNotMet | None:
         """Return what is finally wrong with a beginning.
@@ -108,6 +132,8 @@ class Beginnings:
             path: the keys and indices of what is open: the innermost object or array, the value of the key, the
                 string, or what has begun. None: the document is whole.
         """
+        if path is not None:
+            path = [int(key) if isinstance(key, str) and _INDEX.fullmatch(key) else key for key in path]
         try:
             errors = self.validator.errors(document)
             error = next((error for error in errors if _is_final(error, path, place)), None)

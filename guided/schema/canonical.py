@@ -25,7 +25,7 @@ from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint
 from guided.schema import string_pattern
-from guided.schema.alternatives import KEYWORDS, Alternatives, canonicalize, without_frame
+from guided.schema.alternatives import FRACTIONS, KEYWORDS, Alternatives, canonicalize, without_frame
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
 from guided.schema.keywords import COMPOUND, Schema, listed, shortened
@@ -35,8 +35,6 @@ from guided.schema.validation import PATTERNS, draft_of
 _OPEN = ("additionalProperties", "propertyNames")
 _ROOT = "guided-root"
 """Name of the definition for the whole schema."""
-_FRACTIONS = {"type": "number", "not": {"multipleOf": 1}}
-"""What the library adds to other types for a value of another alternative of `oneOf`. No library enforces it."""
 _MAX_CHARACTERS = 300_000
 _MAX_GROWTH = 20
 """Maximum size of the form as JSON text: `_MAX_CHARACTERS` and `_MAX_GROWTH` times the schema's size."""
@@ -85,7 +83,7 @@ class CanonicalForm:
         self._left_out: list[Any] = [False]
         """What is no alternative of others."""
         if not any(map(self._excludes_numbers, self._graph.nodes())):
-            self._left_out.append(_FRACTIONS)
+            self._left_out.append(FRACTIONS)
         self._origins: dict[int, tuple[Schema, Origin]] = {}
         """By `id` of a subschema; the reference to it prevents another use of the `id`."""
         self._names: dict[str, str] = {}

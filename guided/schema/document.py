@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from functools import lru_cache, reduce
-from itertools import islice
+from itertools import count, islice
 from operator import getitem
 from typing import Any
 
@@ -71,7 +71,7 @@ def parse(
         raise
 
 
-def relaxed(schema: Any, refused: Iterable[str] = (), notes: list[str] | None = None) -> Any:
+def relaxed(schema: Mapping[str, Any], refused: Iterable[str] = (), notes: list[str] | None = None) -> Any:
     """Return the schema as `parse` does, with any value in the place of the smallest subschemas at fault.
 
     Args:
@@ -81,16 +81,20 @@ def relaxed(schema: Any, refused: Iterable[str] = (), notes: list[str] | None = 
     notes = [] if notes is None else notes
     faults = list(refused)
     with suppress(InvalidConstraint):
-        for _ in range(8 + _MAX_READ // len(str(schema))):
-            document = _read(schema)
+        for tries in count():
+            document: Any = _read(schema)
+            if tries >= 8 + _MAX_READ // len(str(document)):
+                break
             for fault in faults:
                 _free(document, fault)  # raises if the whole schema is at fault
             try:
                 return _parse(document, notes, False, _check_values)
             except InvalidConstraint as error:
                 faults.append(error.pointer or "")
-    of_type = {"type": "object"} if isinstance(schema, dict) and schema.get("type") == "object" else {}
-    return _parse({**_ANY_VALUE, **of_type}, notes, False)
+    any_value = dict(_ANY_VALUE)
+    if schema.get("type") == "object":
+        any_value["type"] = "object"
+    return _parse(any_value, notes, False)
 
 
 def _free(document: dict[str, Any], fault: str) -> None:

@@ -128,6 +128,7 @@ def test_the_token_is_vetoed_and_the_output_is_valid(
         (UNIQUE, "[1, 2, 12, 21]"),
         ({**NUMBERS, "contains": {"const": 7}}, "[1, 7, 2]"),
         ({**UNIQUE, "items": CONDITION}, '[{"a":1,"k":1}]'),
+        ({"type": "object", "additionalProperties": NUMBERS, "minProperties": 2}, '{"200":[1],"+07":[2]}'),
     ],
 )
 def test_nothing_else_needs_a_veto(backends: Backends, schema: dict[str, Any], text: str) -> None:

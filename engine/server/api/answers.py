@@ -41,6 +41,11 @@ class Answer(ABC):
         self.guided = guided
         self.created = int(time.time())
 
+    @property
+    def pieces(self) -> Sequence[bytes]:
+        """The bytes that each token id adds to an output."""
+        return self.context.texts.pieces(self.job.params.skip_special_tokens)
+
     @abstractmethod
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:
         """Write the answer of a request without `stream`, from one output per prompt. Runs in a worker thread."""
@@ -294,7 +299,7 @@ class PartsAnswer(Answer):
         """Kind of the piece that began the part that still grows. None: no part is open."""
         self.text = ""
         """The text of the open part."""
-        self._text_tokens = _TextTokens(context.texts.pieces(job.params.skip_special_tokens))
+        self._text_tokens = TokenPlaces(self.pieces)
 
     @abstractmethod
     def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -354,8 +359,8 @@ class PartsAnswer(Answer):
             self.open = None
 
 
-class _TextTokens:
-    """Finds the tokens that spell a part of an output. Callers ask for the parts in order.
+class TokenPlaces:
+    """Finds the places of tokens in the text of an output. The tokens are added in order.
 
     Args:
         pieces: the bytes that each token id adds to the output.
@@ -364,22 +369,26 @@ class _TextTokens:
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._next = 0
-        """Index of the first token that was not read yet."""
-        self._characters = 0
-        """Number of characters before this token."""
+        self._num_tokens = 0
+        self._end = 0
+        """Number of characters of the tokens that were added."""
+
+    def add(self, token: int) -> int:
+        """Add the next token, and return the number of characters before it."""
+        start = self._end
+        self._end += len(self._decoder.decode(self._pieces[token]))
+        self._num_tokens += 1
+        return start
 
     def between(self, begin: int, end: int, token_ids: Sequence[int]) -> Iterator[int]:
-        """Yield the places of the tokens that spell the characters from `begin` to `end`, without the tokens of earlier
-        parts."""
-        while self._next < len(token_ids) and self._characters < end:
-            before = self._characters
-            piece = self._pieces[token_ids[self._next]]
-            self._characters += len(self._decoder.decode(piece))
+        """Add the tokens up to the character `end`, and yield the indices of those that spell characters from `begin`
+        on. `token_ids` are all tokens of the output."""
+        while self._num_tokens < len(token_ids) and self._end < end:
+            token = token_ids[self._num_tokens]
+            start = self.add(token)
             # A token may have only the first bytes of a character, and a special token may have no bytes.
-            if piece and (before >= begin or self._characters > begin):
-                yield self._next
-            self._next += 1
+            if self._pieces[token] and (start >= begin or self._end > begin):
+                yield self._num_tokens - 1
 
 
 def finite(logprob: float) -> float:

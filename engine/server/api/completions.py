@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from engine.outputs import CompletionOutput
-from engine.server.api.answers import ChoicesAnswer, finite, ranked
+from engine.server.api.answers import ChoicesAnswer, TokenPlaces, finite, ranked
 from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
 from engine.server.request.bodies import CompletionRequest, GuidedInfo
@@ -79,9 +78,8 @@ class _TextAnswer(ChoicesAnswer):
 
     def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
-        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(job.num_choices)]
-        self._lengths = [0] * job.num_choices
-        """Number of characters of the tokens that have their log-probabilities, by choice."""
+        self._places = [TokenPlaces(self.pieces) for _ in range(job.num_choices)]
+        """Places of the tokens that have their log-probabilities, by choice."""
 
     def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         return {"text": self._echoed(index) + output.text}
@@ -104,16 +102,9 @@ class _TextAnswer(ChoicesAnswer):
         if output.logprobs is None:
             return None
         rows = [row for row in output.logprobs[which] if row is not None]
-        pieces = self.context.texts.pieces(self.job.params.skip_special_tokens)
-        offsets: list[int] = []
-        for token in output.token_ids[which]:
-            # Stop strings and incomplete characters are not in the text.
-            if output.finish_reason is not None:
-                end = len(output.text)
-            else:
-                end = self._lengths[index]
-            offsets.append(min(self._lengths[index], end))
-            self._lengths[index] += len(self._decoders[index].decode(pieces[token]))
+        offsets = [self._places[index].add(token) for token in output.token_ids[which]]
+        if output.finish_reason is not None:  # stop strings and incomplete characters are not in the text
+            offsets = [min(offset, len(output.text)) for offset in offsets]
         return {
             "tokens": [self.written(token) for token in output.token_ids[which]],
             "token_logprobs": [finite(row.own) for row in rows],

@@ -54,6 +54,29 @@ def recursive(*parts: dict[str, Any], **beside: Any) -> dict[str, Any]:
             [{"n": 1}, {"n": 1, "next": {"n": 2}}, {"n": "a", "m": {"n": 1}}, {"n": 1, "m": 0}],
             [{"n": "a"}, {"n": 1.5, "m": {"n": 1}}, {"m": {"n": 1}}],
         ),
+        (
+            {"$defs": {"a": with_fields([], a=INTEGER)}, "oneOf": [{"$ref": "#/$defs/a"}, with_fields([], b=INTEGER)]},
+            [{"a": "x"}, {"a": 1, "b": "x"}],
+            [{}, {"a": 1}, {"a": "x", "b": "x"}],
+        ),
+        (
+            recursive(
+                with_fields(["kind"], kind={"type": "string"}, next=SELF),
+                with_fields(["size"], kind={"enum": ["a", "b"]}, size=INTEGER, next=SELF),
+            ),
+            [{"kind": "c", "size": 1}, {"size": 1}, {"kind": "a", "next": {"kind": "b"}}],
+            [{"kind": "a", "size": 1}, {"kind": 1}],
+        ),
+        (
+            {
+                "allOf": [
+                    {"type": "integer", "minimum": 5, "maximum": 12},
+                    *({"not": {"multipleOf": n}} for n in (2, 3)),
+                ]
+            },
+            [5, 7, 11],
+            [6, 9, 10, 13],
+        ),
         ({"oneOf": [{"enum": [[1], [2, 3], [4]]}, {"enum": [[1], [5]]}]}, [[2, 3], [4], [5]], [[1], [2]]),
         (
             {"allOf": [{"enum": [[1], [True], {"a": 1}]}, {"not": {"enum": [[True], {"a": True}]}}]},
@@ -79,8 +102,9 @@ def test_one_of_is_enforced(schema: dict[str, Any], valid: list[Any], invalid: l
         [with_fields([], a=SELF), with_fields([], b=SELF)],
         [with_fields([], a=SELF), {**with_fields([], a=SELF), "additionalProperties": False}],
         [{"type": "array", "items": SELF}, {"type": "array", "items": INTEGER}],
+        [with_fields([], a=SELF), {**with_fields([], b=INTEGER), "additionalProperties": False}],
     ],
-    ids=["no required property", "properties without a name", "items"],
+    ids=["no required property", "properties without a name", "items", "closed"],
 )
 def test_what_cannot_be_told_apart_stays_checked(parts: list[Any]) -> None:
     lowering = LLGuidanceLowering(Constraint.json_schema(recursive(*parts)))

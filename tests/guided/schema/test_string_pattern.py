@@ -81,7 +81,14 @@ def test_whitespace_is_that_of_json() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "least", "most"),
-    [("^[a-z]+$", 2, 4), ("^[a-z]*$", 0, 3), ("^x[a-z]*y$", 3, 5), ("^[a-z]{3}$", 1, 9), ("^[ab]{2,}$", 0, 3)],
+    [
+        ("^[a-z]+$", 2, 4),
+        ("^[a-z]*$", 0, 3),
+        ("^x[a-z]*y$", 3, 5),
+        ("^[a-z]{3}$", 1, 9),
+        ("^[ab]{2,}$", 0, 3),
+        ("^(aa)+$", 3, 9),
+    ],
 )
 def test_lengths_are_fitted_in(pattern: str, least: int, most: int) -> None:
     fitted = re.compile(regex.render(string_pattern.fit(parse_search(pattern), least, most)))
