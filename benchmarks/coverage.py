@@ -79,8 +79,8 @@ mode, vLLM and llama.cpp close these objects, too.
 - Numbers with bounds have no exponent. An exclusive bound, and a bound with more than six decimals, becomes the next
   allowed number with six decimals, or the next integer beyond a billion, because readers that round to a double could
   round other numbers to an excluded one.
-- Numbers with `multipleOf` have no exponent and at most six decimals. They have at most 15 digits with decimals, and
-  without decimals at most 19 in xgrammar.
+- Numbers with `multipleOf` have no exponent, at most six decimals and at most 15 digits. Integers may have more if
+  a bound needs them.
 - An integer has no fraction, and a number with a bound no exponent (`1e-06`). An exponent has at most two digits.
 - Alternatives of `anyOf` and `oneOf` that the canonical form merges have the order of one of them.
 - `oneOf` of objects that refer to themselves: where an alternative is told apart by a property that another one

@@ -5,6 +5,8 @@ Rows follow real documents on one CPU. At each step every row accepts its last t
 - `adapter`: `Matcher.accept_tokens` and `Matcher.fill_bitmask`;
 - `worker`: `MaskWorker.fill`, as an actor calls it.
 
+With `--checked`, the documents are those of schemas with a keyword that is only checked, and each token is validated.
+
 Prints microseconds per row, and the ratio of worker to adapter: the worker's part of a mask. Writes
 mask_time.{json,png}.
 """
@@ -41,8 +43,10 @@ COLUMNS = {
 }
 
 
-def compiled(drawn: Sequence[Document], backends: Backends, backend: str) -> list[tuple[CompiledGrammar, Document]]:
-    """Return the documents that a backend accepts, with their grammars."""
+def compiled(
+    drawn: Sequence[Document], backends: Backends, backend: str, *, checked: bool
+) -> list[tuple[CompiledGrammar, Document]]:
+    """Return the documents that a backend accepts, with their grammars; `checked`: those with a checked keyword."""
     found = []
     for document in drawn:
         try:
@@ -50,7 +54,8 @@ def compiled(drawn: Sequence[Document], backends: Backends, backend: str) -> lis
             grammar.matcher().accept_tokens(document.tokens)
         except GuidedError:  # refused, or narrower than the document
             continue
-        found.append((grammar, document))
+        if not checked or grammar.checked:
+            found.append((grammar, document))
     return found or report.fail(f"{backend} compiles none of the documents")
 
 
@@ -60,7 +65,7 @@ def measure(rows: Sequence[tuple[CompiledGrammar, Document]], vocabulary: Vocabu
     matchers = [grammar.matcher() for grammar, _ in rows]
     worker = MaskWorker(vocabulary)
     for row, (grammar, _) in enumerate(rows):
-        worker.open(row, grammar)
+        worker.open(row, grammar, final=0)
     taken: dict[str, list[float]] = {"adapter": [], "worker": []}
     for step in range(min(len(document.tokens) for _, document in rows)):
         new = [document.tokens[max(0, step - 1) : step] for _, document in rows]
@@ -80,16 +85,20 @@ def main() -> None:
     parser = report.start(__doc__)
     parser.add_argument("--backend", nargs="+", default=["llguidance", "xgrammar"])
     parser.add_argument("--rows", type=int, default=64, help="each with a schema of its own, if there are as many")
+    parser.add_argument("--checked", action="store_true", help="only schemas with a keyword that is checked")
     options = parser.parse_args()
     repeat = 2 if options.quick else 10
     started_on = report.machine()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     tokens = Tokens.tekken()
     backends = Backends(Vocabulary.from_tekken(tokens.path))
-    drawn = documents(tokens, options.rows, max_schema=1000)
+    if options.checked:
+        drawn = documents(tokens, 10**6, max_schema=20_000)
+    else:
+        drawn = documents(tokens, options.rows, max_schema=1000)
     lines: list[dict[str, Any]] = []
     for backend in options.backend:
-        found = compiled(drawn, backends, backend)
+        found = compiled(drawn, backends, backend, checked=options.checked)
         rows = [found[row % len(found)] for row in range(options.rows)]
         runs = [measure(rows, backends.vocabulary) for _ in range(repeat)]
         taken = {way: [seconds for run in runs for seconds in run[way]] for way in runs[0]}

@@ -104,8 +104,6 @@ class LLMEngine:
         self._preparing = 0.0
         """Seconds that the last `prepare` took."""
 
-    # -- requests
-
     def add_request(
         self,
         request_id: str,
@@ -124,8 +122,7 @@ class LLMEngine:
             text = prompt if isinstance(prompt, str) else None
             prompt = {"prompt": text, "prompt_token_ids": prompt_token_ids}
         group = self.admit(request_id, prompt, sampling_params, stream=stream)
-        if arrival_time is not None:
-            group.arrival_time = arrival_time
+        group.arrival_time = arrival_time or group.arrival_time
         self.submit(group)
         return group
 
@@ -143,8 +140,6 @@ class LLMEngine:
     def has_work(self) -> bool:
         """Whether a step would do something now. If not, `awake` is set as soon as it would."""
         return self.requests.has_news or self.scheduler.has_work
-
-    # -- the step
 
     def step(self) -> list[RequestOutput]:
         """Run one step, if a sequence can run. Returns requests that have changed; without `stream`, at their end."""
@@ -288,13 +283,18 @@ class LLMEngine:
     def _append_tokens(self, sampled: SamplerOutput, batch: Batch) -> bool:
         """Append a token to each sequence but beams. Returns whether a sequence has ended."""
         now = time.monotonic()
+        running = SequenceStatus.RUNNING
+        changed = self.requests.changed
+        unsampled = sampled.unsampled
         any_ended = False
         for row, (sequence, token) in enumerate(zip(batch.sequences, sampled.token_ids, strict=True)):
-            if row in sampled.unsampled or sequence.status is not SequenceStatus.RUNNING:
+            if row in unsampled or sequence.status is not running:
                 continue
-            self.requests.changed[sequence.group] = None
-            if not sequence.params.use_beam_search:
-                if sequence.group.first_token_time is None:
-                    sequence.group.first_token_time = now
-                any_ended |= sequence.append(token, sampled.logprobs.get(row), sampled.measured.get(row))
+            group = sequence.group
+            changed[group] = None
+            if group.sampling_params.use_beam_search:
+                continue
+            if group.first_token_time is None:
+                group.first_token_time = now
+            any_ended |= sequence.append(token, sampled.logprobs.get(row), sampled.measured.get(row))
         return any_ended

@@ -60,8 +60,8 @@ def _read(chunks: list[Chunk], decodes: list[Sequence], blocks: BlockManager) ->
     positions = np.concatenate(places)
     block, offset = np.divmod(positions, blocks.block_size)
     decoding = [blocks.rows[sequence.seq_id] for sequence in decodes]
-    rows = [blocks.rows[chunk.sequences[0].seq_id] for chunk in chunks] + decoding
-    slots = blocks.tables[np.repeat(rows, counts), block] * blocks.block_size + offset
+    rows = np.array([blocks.rows[chunk.sequences[0].seq_id] for chunk in chunks] + decoding)
+    slots = blocks.tables[rows.repeat(counts), block] * blocks.block_size + offset
     state_slots = [blocks.rows[sequence.seq_id] for chunk in chunks for sequence in chunk.sequences] + decoding
     tables = blocks.tables[rows, : block.max() + 1]
     return PagedContext(np.stack([tokens, positions, slots]), prefills, tables, state_slots=state_slots)

@@ -58,7 +58,8 @@ class Scheduler:
     @property
     def late(self) -> list[Sequence]:
         """Sequences with a late mask."""
-        return [sequence for sequence in self.running if sequence.status is SequenceStatus.LATE]
+        status = SequenceStatus.LATE  # outside of the loop: an enum's members are looked up slowly
+        return [sequence for sequence in self.running if sequence.status is status]
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group."""
@@ -138,12 +139,13 @@ class Scheduler:
         kept: list[Sequence] = []
         prefills: list[list[Sequence]] = []
         for sequence in self.running:
-            if sequence in busy:
+            if busy and sequence in busy:
                 continue
-            if sequence.computed == sequence.length:
+            length = sequence.length
+            if sequence.computed == length:
                 kept.append(sequence)
-            elif 0 < sequence.computed == sequence.length - 1:
-                sequence.computed = sequence.length
+            elif 0 < sequence.computed == length - 1:
+                sequence.computed = length
                 decodes.append(sequence)
             else:
                 prefills.append([sequence])

@@ -16,8 +16,8 @@ from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import tree as regex
 from guided.regex.parser import parse_search
 from guided.schema.canonical import canonical
-from guided.schema.keywords import ALL_TYPES, NUMERIC, Schema, listed
-from guided.schema.numbers import EXACT, Numbers, numbers_of
+from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, NUMERIC, Schema, listed
+from guided.schema.numbers import EXACT, SIGNIFICANT_DIGITS, Numbers, numbers_of
 
 _DEPENDENT = {
     "contains": ("minContains", "maxContains"),
@@ -25,6 +25,7 @@ _DEPENDENT = {
     "properties": ("additionalProperties", "unevaluatedProperties"),
     "patternProperties": ("additionalProperties", "unevaluatedProperties"),
     "prefixItems": ("items", "unevaluatedItems"),
+    **dict.fromkeys(NUMBER_BOUNDS, ("multipleOf",)),  # its digits are limited
 }
 """Keywords that would exclude more without the first one."""
 _COMPLEX = (
@@ -182,6 +183,11 @@ class SchemaLowering(ABC):
     def numbers(self, schema: dict[str, Any], kind: str) -> Numbers:
         """Return the numbers that may be written; refuse a schema for which there is none, or inexact bounds."""
         numbers = numbers_of(schema, kind)
+        if "multipleOf" in schema:
+            most = 10**SIGNIFICANT_DIGITS - 1  # or there may be no digit after which a number can end
+            fewer = numbers._replace(low=max(numbers.low, -most), high=min(numbers.high, most))
+            if fewer.units:
+                numbers = fewer
         for keyword in NUMERIC:
             if keyword in schema and (abs(schema[keyword]) > EXACT or not numbers.units):
                 raise self.refusal(schema, keyword, f" {bounded(schema[keyword], 40)}: it has too many digits")

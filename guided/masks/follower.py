@@ -44,8 +44,8 @@ class _Open:
     """The token in which the innermost value with a checked keyword began: this one, or one around it."""
     start: int
     """Its first byte."""
-    begun: list[int]
-    """The tokens in which it, its members and their keys began."""
+    newest: int
+    """The token in which its newest member began, or else it."""
     is_object: bool = False
     key: bytes | int | None = None
     """The key, in JSON, or the index of its newest member. None in an object: a key comes next."""
@@ -55,8 +55,8 @@ class Violation(NamedTuple):
     """Why a token must not follow an output."""
 
     error: ConstraintNotMet
-    begun: list[int]
-    """The numbers of the tokens in which the invalid value or the one around it, its members and their keys began."""
+    token: int
+    """The number of the token in which the invalid value, or its newest member, began."""
     beginnings: list[bytes]
     """Tokens that begin with one of these must not follow either."""
 
@@ -70,7 +70,7 @@ class Follower:
 
     def __init__(self, beginnings: Beginnings) -> None:
         self._beginnings = beginnings
-        self._open = [_Open(beginnings.around, False, None, 0, [], key=-1)]
+        self._open = [_Open(beginnings.around, False, None, 0, 0, key=-1)]
         """Objects and arrays, the innermost last. The first one has the content as its only item."""
         self._scalar: _Open | None = None
         """The string, number or literal that is open, if it is validated."""
@@ -148,7 +148,7 @@ class Follower:
     def _begin(self, token: int, first: int, before: bytes, start: int) -> Violation | None:
         """Open a key, or a value with this first character, after the text `before` in its token."""
         around = self._open[-1]
-        around.begun.append(token)
+        around.newest = token
         key = around.key
         if key is None:
             self._key_start = start
@@ -168,7 +168,7 @@ class Follower:
             violation = self._violation(
                 "first", self._text[:start] + example, before, [bytes([char]) for char in firsts]
             )
-        value = _Open(part, is_deep, held_from, start, [token], first == ord("{"))
+        value = _Open(part, is_deep, held_from, start, token, first == ord("{"))
         if first == ord("["):
             value.key = -1
         if first in b"{[":
@@ -208,7 +208,7 @@ class Follower:
         if len(written) == 1 and self._text[value.start : end].strip(b"{}[] \n\r\t"):
             violation.beginnings.extend(_NO_COMMA)
         if is_validated:
-            return violation._replace(begun=value.begun)
+            return violation._replace(token=value.newest)
         return violation
 
     def _violation(self, place: Place, text: bytes, written: bytes, endings: list[bytes]) -> Violation | None:
@@ -234,7 +234,7 @@ class Follower:
             error = self._beginnings.error(document, path, place)
         if error is None:
             return None
-        return Violation(error, self._open[-1].begun, [written + ending for ending in endings])
+        return Violation(error, self._open[-1].newest, [written + ending for ending in endings])
 
 
 @lru_cache(maxsize=16384)

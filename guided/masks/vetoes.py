@@ -90,7 +90,7 @@ class VetoedSlot(SlotState):
 
     def _veto(self, token: int, violation: Violation) -> None:
         self._last = violation
-        start = violation.begun[-1]
+        start = violation.token
         self._look_for_content()
         self._forbid(pack([token], self._vocabulary.padded_vocab_size))
         self._forbid(self._vocabulary.beginning_with(violation.beginnings))
@@ -134,8 +134,8 @@ class VetoedSlot(SlotState):
         start = len(tokens) - 1
         if self._last is not None:
             self.error = self._last.error
-            if self._final <= self._last.begun[-1] < start:
-                start = self._last.begun[-1] + 2 - max(1, self._counts[self._last.begun[-1]] // _PATIENCE)
+            if self._final <= self._last.token < start:
+                start = self._last.token + 2 - max(1, self._counts[self._last.token] // _PATIENCE)
         for length in range(start, self._final - 1, -1):
             self.roll_back(length)
             text = self._vocabulary.spelled(tokens[length:])

@@ -22,7 +22,7 @@ _MAX_DECIMALS = 6
 """xgrammar's own limit."""
 _LARGE = 10**9
 """Larger bounds have no decimals: xgrammar writes six, and a double has 15 significant digits."""
-_SIGNIFICANT_DIGITS = 15
+SIGNIFICANT_DIGITS = 15
 _MAX_DIGITS = 19
 """Maximum number of digits in a regex, for integers without bounds."""
 _MAX_TEXTS = 1000
@@ -79,7 +79,7 @@ def numbers_of(schema: dict[str, Any], kind: str) -> Numbers:
     scale = 10**decimals
     limit = _NO_BOUND
     if multiple and decimals:
-        limit = 10**_SIGNIFICANT_DIGITS - 1
+        limit = 10**SIGNIFICANT_DIGITS - 1
     units = {keyword: bound * scale for keyword, bound in bounds.items()}
     low = max(-limit, ceil(units.get("minimum", -limit)), floor(units.get("exclusiveMinimum", -limit - 1)) + 1)
     high = min(limit, floor(units.get("maximum", limit)), ceil(units.get("exclusiveMaximum", limit + 1)) - 1)
@@ -89,7 +89,7 @@ def numbers_of(schema: dict[str, Any], kind: str) -> Numbers:
 def pattern_of(numbers: Numbers) -> Node | None:
     """Return the regex of the JSON texts; None if it would be too large."""
     low, high, step, decimals = numbers
-    period = next((10**count for count in range(_SIGNIFICANT_DIGITS) if 10**count % step == 0), None)
+    period = next((10**count for count in range(SIGNIFICANT_DIGITS) if 10**count % step == 0), None)
     if not numbers.are_few and (period is None or period // step > _MAX_TEXTS):
         return None
     options = []

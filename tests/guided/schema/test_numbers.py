@@ -115,3 +115,14 @@ def test_exactly_the_numbers_within_bounds(backend: str, schema: dict[str, Any],
     for _ in range(2):
         text = walk(grammar, rng)
         assert allows(schema, text), text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_multiple_has_at_most_15_digits(backend: str) -> None:
+    """A model that repeats a digit would never reach the last one."""
+    grammar = backend_named(backend).compile(
+        Constraint.json_schema({"type": "integer", "multipleOf": 5, "maximum": -9})
+    )
+    assert grammar.checked == ()
+    assert accepts(grammar, f"-{'4' * 14}5")
+    assert not accepts(grammar, f"-{'4' * 15}")
