@@ -36,7 +36,7 @@ from vllm.parser.engine.parser_engine import ReasoningEnd
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import Request
 
-from guided.integrations.vllm.manager import GuidedManager, StepClock
+from guided.integrations.vllm.manager import GuidedManager, StepClock, find_pool
 
 OWN: list[tuple[dict[str, Any], Any]] = [
     ({"json": SCHEMA, "disable_any_whitespace": True}, satisfies(SCHEMA)),
@@ -385,6 +385,7 @@ class TestStart:
             def compile(self, *arguments: Any) -> Any:
                 raise PoolUnavailable("told to fail")
 
+        monkeypatch.setattr("guided.integrations.vllm.manager.find_pool", find_pool)  # `host` replaces it
         monkeypatch.setattr("actors.RayPool", SlowPool, raising=False)
         monkeypatch.setattr("guided.integrations.vllm.manager.model_vocabulary", lambda config: LETTERS)
         manager = GuidedManager(subject_config())
