@@ -35,7 +35,7 @@ def poisoned(fault: str) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def pool(tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
-    pool = RayPool(tiny_model.vocabulary, num_actors=2, mask_limit=2.0, max_replays=1).started()
+    pool = RayPool(tiny_model.vocabulary, num_actors=2, mask_limit=2.0, max_replays=1, pool_wait=LONG).started()
     yield pool
     pool.shutdown()
 
