@@ -81,7 +81,9 @@ class Cluster:
         The first session connects to it.
         """
         with cls._lock:
-            cluster = cls._current = cls._current or cls(address)
+            cluster = cls._current
+            if cluster is None or (cluster.head is None and cluster._address not in (None, address)):
+                cluster = cls._current = cls(address)
             cluster._users += 1
             return cluster
 

@@ -94,15 +94,19 @@ class Compiler:
 
     def _keep(self) -> None:
         """Body of a thread: keep fork servers, which end with this thread, and refuse what has waited too long."""
+        warm_since = time.monotonic()
         while not self._closing.wait(TICK_SECONDS):
             try:
                 self._processes.keep(is_quiet=not self._queue.running)
             except OSError as error:  # this thread must not end: it would take all compile processes with it
                 _log.error("cannot start a fork server of the compile processes, will try again: %s", error)
+            now = time.monotonic()
             if self._processes.are_starting:
+                warm_since = now
+            if now < warm_since + self._limits.wait_seconds:  # constraints waited for the first fork server
                 continue
             with self._changed:
-                expired = self._queue.expired(time.monotonic() - self._limits.wait_seconds)
+                expired = self._queue.expired(now - self._limits.wait_seconds)
             for task in expired:  # without the lock: the cache has one too
                 task.future.set_exception(self._waited())
         self._processes.close()

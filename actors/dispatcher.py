@@ -329,6 +329,7 @@ class Dispatcher:
         state = self._sequences.get(sequence_id)
         if state is None or state.error is not None:
             return True
-        if state.worker is None:
-            return now >= state.waits_until
+        if state.worker is None:  # its worker may have ended, or the pool does not start
+            state.waits_until = min(state.waits_until, time.monotonic() + self.pool_wait)
+            return self.unavailable is not None or now >= state.waits_until
         return state.is_ready

@@ -253,6 +253,8 @@ class Supervisor:
                 process = None
             if self._pool.pin is not None:
                 self._pool.pin(connection.table.mask)
+            if self.stopping.is_set():
+                return
             _log.info("mask actor %d (pid %d) is up after %.1f s", self.index, location.pid, time.monotonic() - began)
             self._up = (connection, location)
             self.state = "up"

@@ -122,7 +122,8 @@ class LLMEngine:
             text = prompt if isinstance(prompt, str) else None
             prompt = {"prompt": text, "prompt_token_ids": prompt_token_ids}
         group = self.admit(request_id, prompt, sampling_params, stream=stream)
-        group.arrival_time = arrival_time or group.arrival_time
+        if arrival_time is not None:
+            group.arrival_time = arrival_time
         self.submit(group)
         return group
 

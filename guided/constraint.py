@@ -229,9 +229,12 @@ class Constraint:
             source = content.value
         elif content.value is not None:
             source = _json(content.value)
-        origin = (self.origin[0], content.pointer)
-        options = (self.whitespace, self.strict, self.open_objects, self.leave_out)
-        return Constraint(content.kind, source, *options, origin=origin)
+        return Constraint(
+            *(content.kind, source, self.whitespace, self.strict, self.open_objects, self.leave_out),
+            not_enforced=_below(self.not_enforced, content.pointer),
+            closed=_below(self.closed, content.pointer),
+            origin=(self.origin[0], content.pointer),
+        )
 
     @property
     def tag(self) -> Node:
@@ -293,6 +296,12 @@ def _texts(kind: ConstraintKind, source: str) -> regexes.Node | None:
     if kind == "regex":
         return regex_parser.parse(source)
     return None
+
+
+def _below(notes: tuple[str, ...], pointer: str) -> tuple[str, ...]:
+    """Return the notes on what is below `pointer`, as JSON pointers from there."""
+    rests = [note[len(pointer) :] for note in notes if note.startswith(pointer)]
+    return tuple(rest for rest in rests if not rest or rest[0] in "/ ")  # a remark follows a blank
 
 
 def _json(value: Any) -> str:

@@ -279,7 +279,7 @@ def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     for source in sources:
         given = getattr(source, "eos_token_id", None)
         if isinstance(given, list):
-            tokens += given
+            tokens += [int(token) for token in given if token is not None]
         elif given is not None:
-            tokens.append(given)
+            tokens.append(int(given))
     return list(dict.fromkeys(tokens))

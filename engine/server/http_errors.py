@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,8 +91,8 @@ class FieldNames(dict[str, str]):
         """Name the field at fault as the request does."""
         if error.param is not None:
             sent = self.of(error.param)
-            for form in ("'{}'", "{} is "):
-                error.message = error.message.replace(form.format(error.param), form.format(sent))
+            name = rf"(?<![\w.]){re.escape(error.param)}(?![\w\[])"
+            error.message = re.sub(name, lambda match: sent, error.message)
             error.param = sent
 
 

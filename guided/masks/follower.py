@@ -116,7 +116,7 @@ class Follower:
                     self._open[-1].key = None
             if violation is not None or self.is_over:
                 return violation
-        if self.has_pattern:
+        if self.validates and self.has_pattern:
             return self._mismatch(self._string(), text)
         return None
 
@@ -221,12 +221,12 @@ class Follower:
             return None
         path: list[str | int] = []
         closing = b""
-        for value in self._open[1:]:
-            closing = (b"}" if value.is_object else b"]") + closing
-            path.append(_name(value.key) if isinstance(value.key, bytes) else value.key or 0)
         try:
+            for value in self._open[1:]:
+                closing = (b"}" if value.is_object else b"]") + closing
+                path.append(_name(value.key) if isinstance(value.key, bytes) else value.key or 0)
             document = json.loads(text + closing)
-        except ValueError:  # a library allows what is no JSON, such as `7.e-9`: the final check refuses it
+        except (ValueError, RecursionError):  # too deep, or no JSON, such as `7.e-9`: the final check refuses it
             return None
         if place == "value":
             error = self._beginnings.error(document, path[:-1] if path else None, place)

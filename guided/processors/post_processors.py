@@ -58,7 +58,9 @@ class _Member:
         """Apply the processor. If it raises, now or in `prepare`, its rows have failed."""
         if self.error is None:
             try:
-                report = self.processor.apply(logits, deadline) or ApplyReport()
+                report = self.processor.apply(logits, deadline)
+                if not isinstance(report, ApplyReport):
+                    report = ApplyReport()
                 report.failed = {name: self.failure("apply", error) for name, error in report.failed.items()}
                 return report
             except Exception as error:

@@ -58,7 +58,7 @@ class RFC5423Adapter(LogitPostProcessor):
 
     def apply(self, logits: torch.Tensor, deadline: float | None = None) -> None:
         changed = self._processor.apply(logits)
-        if changed is not logits:
+        if changed is not None and changed is not logits:
             logits.copy_(changed)
 
     def edits(

@@ -36,7 +36,7 @@ _SHALLOW = frozenset(
     (
         *("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"),
         *("minLength", "maxLength", "pattern", "format", "minProperties", "maxProperties", "propertyNames"),
-        *("uniqueItems", "minItems", "maxItems", "contains", "minContains", "maxContains"),
+        *("uniqueItems", "minItems", "contains", "minContains", "maxContains"),
     )
 )
 """Keywords that are violated, for ever, by a whole value only, by a key, or by a whole member or item."""

@@ -149,6 +149,8 @@ def _parse(document: Any, notes: list[str], strict: bool, check: _Check | None =
     if document is True:
         return True
     schemas = tidy(document)
+    if _NUL.search(json.dumps(document)):
+        raise InvalidConstraint("a NUL character, which no backend can take")
     has_tuples = any(isinstance(schema.get("items"), list) for schema in schemas)
     has_tuples = has_tuples and all(map(_SINCE_2020.isdisjoint, schemas))
     if has_tuples:
@@ -183,8 +185,7 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
         if len(text) > (limit := LIMITS.max_constraint_bytes):
             raise ConstraintTooLarge(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
         document = loads(text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_schema_nesting)
-        text = json.dumps(document, ensure_ascii=False, allow_nan=False)
-        text.encode()
+        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise InvalidConstraint("a lone surrogate is not valid Unicode") from None
     except RecursionError:
@@ -195,8 +196,6 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
         raise InvalidConstraint(f"the JSON schema is not valid JSON: {error}") from None
     except (TypeError, ValueError) as error:
         raise InvalidConstraint(f"the JSON schema is not JSON: {bounded(error)}") from None
-    if _NUL.search(text):
-        raise InvalidConstraint("a NUL character, which no backend can take")
     return document
 
 

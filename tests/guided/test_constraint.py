@@ -130,3 +130,14 @@ def test_a_checked_constraint_is_a_part_of_a_tag(kind: Any, field: str) -> None:
     [(pointer, content)] = whole.contents.items()
     assert (pointer, content.value, content.origin) == (f"/format/{field}", value, ("whole", pointer))
     assert part.origin == ("sent", "")
+
+
+def test_a_content_of_a_tag_keeps_its_notes() -> None:
+    schema = {"type": "object", "properties": {"d": {"type": "string", "format": "nonsense"}}}
+    tag = Constraint.structural_tag({"format": {"type": "json_schema", "json_schema": schema}})
+    assert tag.not_enforced == ("/format/json_schema/properties/d/format",)
+    [content] = tag.contents.values()
+    assert content.not_enforced == ("/properties/d/format",)
+    whole = {"type": "sequence", "elements": [{"type": "json_schema", "json_schema": content}]}
+    notes = Constraint.structural_tag({"format": whole}).not_enforced
+    assert notes == ("/format/elements/0/json_schema/properties/d/format",)

@@ -14,6 +14,7 @@ from guided.pools.protocol import Grammar
 from guided.processors.guided_processor import GuidedProcessor
 from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor
 from guided.processors.post_processors import PostProcessors
+from guided.processors.rfc_5423 import RFC5423Adapter
 from guided.sequence import GuidedSequence
 
 
@@ -68,3 +69,26 @@ def test_a_request_that_one_member_rejects_is_freed() -> None:
     with pytest.raises(UnsupportedConstraint):
         PostProcessors(first, second).initialize("r", Constraint.choice(["ab"]))
     assert first.freed == ["r"]
+
+
+class Literal:
+    """Written as in the RFC, and returns nothing from `apply`."""
+
+    def initialize(self, logit_processor_config: object) -> None:
+        self.rows = 0
+
+    def prepare(self, seq_group_metadata_list: object) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor) -> None:
+        self.rows += len(logits)
+        logits[:, 0] = -torch.inf
+
+
+def test_a_class_of_the_rfc_may_change_the_logits_in_place() -> None:
+    literal = Literal()
+    processors = PostProcessors(RFC5423Adapter(literal, None))
+    processors.prepare([GuidedSequence("r", 1, [])])
+    logits = torch.zeros(1, 4)
+    assert processors.apply(logits).failed == {}
+    assert (literal.rows, logits[0].tolist()) == (1, [-torch.inf, 0, 0, 0])

@@ -17,6 +17,7 @@ from guided.errors import ConstraintNotMet, GuidedError
 from guided.masks.compilation import compile_constraint
 from guided.masks.vetoes import MAX_VETOES
 from guided.masks.worker import MaskWorker
+from guided.schema.beginnings import Part
 
 NUMBERS = {"type": "array", "items": {"type": "integer"}}
 UNIQUE = {**NUMBERS, "uniqueItems": True}
@@ -249,3 +250,19 @@ def test_what_a_library_allows_and_is_not_json_is_for_the_final_check(backends: 
     writer.output += tokens("[7.e-9")
     assert writer.fill(tokens("]")) is None
     assert not writer.may_end
+
+
+def test_after_a_veto_patterns_are_not_matched_again(backends: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"type": "array", "items": {"type": "string", "pattern": "^(?!foo$).*$"}, "uniqueItems": True}
+    writer = Writer(backends, Constraint.json_schema(schema))
+    matched: list[object] = []
+    original = Part.may_match
+    monkeypatch.setattr(Part, "may_match", lambda part, string: matched.append(string) or original(part, string))
+    assert writer.fill([]) is None
+    for character in '["abcd","abcd"':
+        before = len(matched)
+        writer.output += tokens(character)
+        assert writer.fill(tokens(character)) is None
+    assert [veto[0] for veto in writer.vetoes] == ["uniqueItems"]
+    assert "ab" in matched[:before]
+    assert "ab" not in matched[before:]

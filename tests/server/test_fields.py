@@ -396,3 +396,17 @@ def test_tokens_are_written_as_ids(client: TestClient, path: str) -> None:
     found = choice["logprobs"]
     tokens = found["tokens"] if path == COMPLETIONS else [each["token"] for each in found["content"]]
     assert tokens == [f"token_id:{token}" for token in choice["token_ids"][:-1]]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(RESPONSES, "text.format"), (ANTHROPIC, "output_config.format"), (CHAT, "response_format")]
+)
+def test_two_constraints_are_named_as_they_were_sent(client: TestClient, path: str, field: str) -> None:
+    sent: Any = {"type": "json_schema", "name": "n", "schema": DIGITS}
+    if path == CHAT:
+        sent = {"type": "json_schema", "json_schema": {"name": "n", "schema": DIGITS}}
+    for name in reversed(field.split(".")):
+        sent = {name: sent}
+    _, message = refusal(client, path, guided_regex="a", **sent)
+    assert field in message
+    assert ("response_format" in message) == (path == CHAT)

@@ -213,6 +213,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         """Return the ids of late requests that still wait for their masks."""
         if not self.late:
             return set()
+        self._step = None
         decided = self._masker.decided()
         return {request_id for request_id, guided in self.late.items() if not guided.is_decided(decided)}
 

@@ -234,6 +234,7 @@ class Masker:
         if self._in_step:
             width = words(self._vocabulary.padded_vocab_size)
             self.collect(np.empty((1 + max(row.line for row in self._rows), width), np.int32), 0.0)
+            self._prepared = {}
 
     def _fail_rows(self, error: Exception) -> None:
         """Fail this step's requests after an unexpected error."""

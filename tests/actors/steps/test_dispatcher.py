@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,15 @@ from thread_cluster import WAIT, Cluster, ConnectedPair, all_ready, close_all, g
 from actors.dispatcher import Dispatcher
 from actors.packages import send_package
 from actors.protocol import WAKE, Failed
-from guided.errors import BackendError, ConstraintQuarantined, GuidedError, MaskTimeout, WorkerDied, to_wire
+from guided.errors import (
+    BackendError,
+    ConstraintQuarantined,
+    GuidedError,
+    MaskTimeout,
+    PoolUnavailable,
+    WorkerDied,
+    to_wire,
+)
 from guided.pools.protocol import EndCause
 from guided.processors.kernel import BitmaskKernel
 from guided.processors.pinned_masks import pin_masks, pinned_end
@@ -380,6 +389,20 @@ def test_a_late_row_is_decided_if_its_actor_is_gone(cluster: Cluster, hung: bool
     assert cluster.dispatcher.decided([1]) == [1]
     (error,) = cluster.step((1, "a"), deadline=0.0)
     assert isinstance(error, MaskTimeout if hung else WorkerDied)
+
+
+def test_a_waiting_row_is_decided_if_the_pool_cannot_start() -> None:
+    dispatcher = Dispatcher(pool_wait=math.inf, max_replays=0, forced_tokens=False)
+    sequence = GuidedSequence("r", 1, [])
+    dispatcher.open(sequence, grammar_named("quick"))
+    dispatcher.submit([sequence])
+    assert dispatcher.collect(0.0).late == [0]
+    assert dispatcher.decided([1]) == []
+    dispatcher.unavailable = error = PoolUnavailable("no Ray")
+    assert dispatcher.decided([1]) == [1]
+    dispatcher.submit([sequence])
+    assert dispatcher.collect(0.0).failed == {0: error}
+    dispatcher.close()
 
 
 # answers that are none

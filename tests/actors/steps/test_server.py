@@ -129,7 +129,9 @@ class Peer:
         return Free(slot, int(self.table.target[slot]))
 
     def answer(self, seconds: float = 10.0) -> Failed | bytes | None:
-        if not select.select([self.channel.fd], [], [], seconds)[0]:
+        poller = select.poll()
+        poller.register(self.channel.fd, select.POLLIN)
+        if not poller.poll(1000 * seconds):
             return None
         frame = self.channel.receive()
         assert frame is not None
