@@ -321,7 +321,7 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
     _die_with(fork_server)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.nice(10)  # a compilation takes seconds of a core: the engine and the masks have precedence
-    enter_session(niceness=10)
+    enter_session()
     stream = socket.socket(fileno=jobs)
     decode = Decoder(CompileRequest).decode
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

@@ -51,14 +51,10 @@ def start_program(
     )
 
 
-def enter_session(niceness: int = 5) -> None:
+def enter_session() -> None:
     """Move this process to a session of its own, and give precedence to the engine's.
 
     Linux may share out the CPUs among sessions first ("autogroups"; sched(7)). A niceness counts within a session only.
-
-    Args:
-        niceness: of the session. With 5 it has a third of the weight of the engine's session, so that masks make
-            progress while the engine takes all CPUs.
     """
     try:
         if os.getpgrp() == os.getpid():  # true of each process of Ray; setsid(2) fails for the leader of a group
@@ -68,7 +64,8 @@ def enter_session(niceness: int = 5) -> None:
         return
     for _ in range(5):
         try:
-            Path("/proc/self/autogroup").write_text(str(niceness))
+            # A third of the weight of the engine's session: masks make progress while the engine takes all CPUs.
+            Path("/proc/self/autogroup").write_text("5")
         except BlockingIOError:  # allowed once per 0.1 s, on the whole machine
             time.sleep(0.1)
         except OSError:  # a kernel without them
