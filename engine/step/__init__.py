@@ -1,1 +1,1 @@
-"""A step's data: sequences, batch, scheduler, sampler."""
+"""A step's data: sequences with the records of their tokens, batch, scheduler."""

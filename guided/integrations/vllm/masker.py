@@ -200,7 +200,7 @@ class Masker:
             except Exception as error:
                 self._fail_rows(error)
         computed = {row.line for row in self._prepared.values()}
-        without = [*self._discarded]
+        without = list(self._discarded)
         for row in self._rows:
             request = row.request
             if row.line not in self._discarded and (row.line not in computed or request.error or request.late):
@@ -226,8 +226,8 @@ class Masker:
     def decided(self) -> set[int]:
         """Return the ids of late sequences that are decided: their masks are ready, or they failed."""
         self._discard_step()
-        requests = list(self.requests.values())
-        return set(self._processor.decided([sequence_id for request in requests for sequence_id in request.late]))
+        late = [sequence_id for request in self.requests.values() for sequence_id in request.late]
+        return set(self._processor.decided(late))
 
     def _discard_step(self) -> None:
         """Finish a prepared step that the engine does not use."""
