@@ -165,7 +165,9 @@ class PoolStatus:
     @property
     def healthy(self) -> bool:
         """Whether at least one worker is up, or none has been started: the first constraint starts them."""
-        return not self.workers or any(worker.state == "up" for worker in self.workers)
+        if not self.workers:
+            return self.trouble is None
+        return any(worker.state == "up" for worker in self.workers)
 
 
 MAX_FORCED_TOKENS = 8
