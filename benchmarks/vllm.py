@@ -119,7 +119,7 @@ async def outcome_of(http: httpx.AsyncClient, schema: dict[str, Any] | None) -> 
 
 
 async def run_beside(server: Server, victim: str, kill: bool) -> list[tuple[str, Answer]]:
-    """Run the victim, whose schema has a property of this name, and the others. Returns their outcomes, it first."""
+    """Run the victim, with a property of this name in its schema, and the others. Returns their outcomes, it first."""
     schemas = [*(people(f"name_{index}", 8) for index in range(4)), None, None]
     async with httpx.AsyncClient(base_url=server.url, timeout=None) as http:
         tasks = [asyncio.ensure_future(outcome_of(http, schema)) for schema in (people(victim, 4), *schemas)]

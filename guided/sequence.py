@@ -36,7 +36,7 @@ class GuidedSequence:
 
 
 class VetoReport(NamedTuple):
-    """A worker's report about a sequence whose tokens it may take back. It comes with a mask."""
+    """A worker's report about a sequence that may lose tokens. It comes with a mask."""
 
     length: int
     """The number of output tokens after which the mask applies. If the output has more, they are taken back."""

@@ -199,7 +199,8 @@ class Scheduler:
         for row in batch.beams:
             if not sampled.issuperset(batch.sequences[row].group.unfinished()):
                 rows.add(row)
-        self._keep(batch, list(rows))
+        if rows:  # copying from the device waits for it
+            self._keep(batch, list(rows))
         return frozenset(rows)
 
     def resume(self, decided: Collection[int] | None = None) -> None:

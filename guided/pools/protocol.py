@@ -69,14 +69,14 @@ class StepMasks:
     late: list[int] = field(default_factory=list)
     """Rows that are not decided yet: their masks are being computed, or their sequences wait for a worker."""
     failed: dict[int, GuidedError] = field(default_factory=dict)
-    """The errors of rows whose sequences are over, by row."""
+    """The errors of rows of which the sequence is over, by row."""
     seconds: float = 0.0
     """Seconds that the workers have spent on masks since the last step, summed."""
     forced: dict[int, list[int]] = field(default_factory=dict)
     """Runs of forced tokens, by row: the only allowed token, and the tokens after it that have no alternative either. A
     run has at least two tokens. Empty unless the pool looks ahead (`forced_tokens`)."""
     vetoes: dict[int, VetoReport] = field(default_factory=dict)
-    """Rows whose tokens are taken back, of sequences with `final`. The mask is the one after fewer tokens. Declare the
+    """Rows that lose tokens, of sequences with `final`. The mask is the one after fewer tokens. Declare the
     shorter output with `rollback`, and submit the sequence again: the mask will forbid the token that was taken
     back."""
 

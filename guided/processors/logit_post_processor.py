@@ -39,7 +39,7 @@ class ApplyReport:
     """Ids of sequences without a mask at the deadline. They must not be sampled in this step: compute their last token
     again once `decided` returns them."""
     vetoes: dict[int, VetoReport] = field(default_factory=dict)
-    """The sequences whose tokens are taken back, by id. They must not be sampled in this step."""
+    """The sequences that lose tokens, by id. They must not be sampled in this step."""
     wait_seconds: float = 0.0
     """Seconds that `apply` waited for masks. Together with `prepare`, the exposed mask time."""
     mask_seconds: float = 0.0

@@ -58,9 +58,11 @@ class _Member:
         """Apply the processor. If it raises, now or in `prepare`, its rows have failed."""
         if self.error is None:
             try:
-                report = self.processor.apply(logits, deadline)
-                if not isinstance(report, ApplyReport):
+                report: object = self.processor.apply(logits, deadline)
+                if report is None or report is logits:
                     report = ApplyReport()
+                if not isinstance(report, ApplyReport):
+                    raise TypeError(f"apply changes the logits in place, and returns a report, not {type(report)}")
                 report.failed = {name: self.failure("apply", error) for name, error in report.failed.items()}
                 return report
             except Exception as error:
@@ -83,7 +85,7 @@ class _Member:
 class PostProcessors(LogitPostProcessor):
     """Calls its members in order. A row is sampled only if every member is done with it.
 
-    If a member raises an exception, the requests end whose rows the member has in this step (`ApplyReport.failed`, or
+    If a member raises an exception, the requests with rows of the member in this step end (`ApplyReport.failed`, or
     `failures` after `apply`). All other requests go on, and the member is called again in the next step.
 
     A sequence that is late in one member is prepared again in every member. `edits` gets each token once.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -92,3 +93,20 @@ def test_a_class_of_the_rfc_may_change_the_logits_in_place() -> None:
     logits = torch.zeros(1, 4)
     assert processors.apply(logits).failed == {}
     assert (literal.rows, logits[0].tolist()) == (1, [-torch.inf, 0, 0, 0])
+
+
+class Copying(LogitPostProcessor):
+    """Returns other logits, instead of changing those that it gets."""
+
+    all_rows = True
+
+    def apply(self, logits: torch.Tensor, deadline: float | None = None) -> Any:
+        return logits + 1
+
+
+def test_a_processor_that_returns_other_logits_is_told_so() -> None:
+    processors = PostProcessors(Copying())
+    processors.prepare([GuidedSequence("r", 1, [])])
+    error = processors.apply(torch.zeros(1, 4)).failed[1]
+    assert error.code == "post_processor_failed"
+    assert "in place" in error.message
