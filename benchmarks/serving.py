@@ -3,7 +3,7 @@
 Clients keep `--concurrency` streamed chat requests in flight. They run on the same machine and share its cores. None or
 all of the requests have a JSON Schema (16 different ones), and every answer has the same number of tokens. The servers
 are `guided serve` with each pool and, with `--vllm-python`, vLLM's CPU build with its guidance backend. All serve the
-embedded model, and take turns. Reported are requests/s, tokens/s, time to first token (TTFT), time per output token
+embedded model, or the checkpoint of `--model`, with the same number of threads, and take turns. Reported are requests/s, tokens/s, time to first token (TTFT), time per output token
 after it (TPOT) and the time between two chunks of a stream (ITL). Writes serving.{json,png}.
 """
 
@@ -16,6 +16,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -152,22 +153,38 @@ def main() -> None:
     parser = start(__doc__)
     parser.add_argument("--pool", choices=["ray", "inline"], nargs="+", default=["ray", "inline"])
     parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint (default: the embedded model)")
+    parser.add_argument("--dtype", default="auto", help="data type of the weights (default: the checkpoint's)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each forward pass (default: 1)")
     options = shorten(parser.parse_args())
     started_on = report.machine()
     most = max(64, *options.concurrency)
     vllm = vllm_candidate(options.vllm_python)
+    environment = {"OMP_NUM_THREADS": str(options.threads)}
+    shared = ["--dtype", options.dtype, "--max-num-seqs", str(most)]
+    model = [str(options.model)] if options.model else []
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for pool in options.pool:
-            arguments = ["--pool", pool, "--max-num-seqs", str(most)]
+            arguments = [*model, "--pool", pool, *shared]
             arguments += ["--num-actors", str(options.actors)] if pool == "ray" else []
-            servers[f"guided serve, {pool}"] = stack.enter_context(guided_server(*arguments))
+            servers[f"guided serve, {pool}"] = stack.enter_context(guided_server(*arguments, environment=environment))
         if vllm is not None:
-            run = vllm_server(vllm.python, "guidance", switch=False, max_num_seqs=most)
+            arguments = ["--dtype", options.dtype]
+            run = vllm_server(
+                vllm.python,
+                "guidance",
+                *arguments,
+                switch=False,
+                max_num_seqs=most,
+                model=options.model,
+                environment=environment,
+            )
             servers["vLLM, guidance"] = stack.enter_context(run)
         rows = measure(servers, options)
+    name = options.model.name if options.model else "embedded model"
     report.write_json(options.out / "serving.json", vars(options), rows, started_on)
-    show(rows, options, "serving", f"embedded model, {options.tokens} tokens per answer, {started_on['cpus']} CPUs")
+    show(rows, options, "serving", f"{name}, {options.tokens} tokens per answer, {started_on['cpus']} CPUs")
 
 
 if __name__ == "__main__":
