@@ -16,7 +16,7 @@ from engine.base_llm import AsyncEngineArgs, BaseLLM
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.stats import EngineStats
-from engine.step.sequence import SequenceGroup
+from engine.step.group import SequenceGroup
 from guided.errors import GuidedError, InternalError, bounded
 from guided.pools.protocol import PoolStatus
 
@@ -145,14 +145,14 @@ class AsyncLLM(BaseLLM):
     def health(self) -> EngineHealth:
         """Take a snapshot of the engine. Any thread may call this method."""
         scheduler = self.engine.scheduler
-        waiting = list(scheduler.waiting)
+        waiting = list(scheduler.prefills.waiting)
         for_grammar = sum(group.waits_for_grammar for group in waiting)
         return EngineHealth(
             None if self._death is None else bounded(f"{type(self._death).__name__}: {self._death}"),
             self._death is None and self._thread.is_alive(),
             pool=self.pool.status(),
             num_running=len(scheduler.running),
-            num_waiting=len(waiting) - for_grammar + len(scheduler.preempted),
+            num_waiting=len(waiting) - for_grammar + len(scheduler.prefills.preempted),
             num_waiting_for_grammar=for_grammar,
             stats=self.engine.stats,
         )

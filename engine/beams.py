@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from engine.memory.block_manager import BlockManager
-from engine.sampler import SamplerOutput, ranked_logprobs
-from engine.step.batch import Batch
-from engine.step.logprobs import TokenLogprobs
-from engine.step.sequence import SequenceGroup, SequenceStatus
+from engine.sampler import SamplerOutput
+from engine.step.group import SequenceGroup
+from engine.step.logprobs import TokenLogprobs, ranked_logprobs
+from engine.step.scheduler import Batch
+from engine.step.sequence import SequenceStatus
 from guided.processors.logit_post_processor import LogitPostProcessor
 
 

@@ -1,22 +1,27 @@
-"""Edits: changes of outputs after sampling, as post-processors ask for them, in output, blocks and matcher."""
+"""Edits: what a step does with rows that do not just get a sampled token.
+
+Rows without a usable mask are not sampled. After sampling, post-processors may change outputs: in output, blocks and
+matcher.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from engine.requests import Requests
 from engine.sampler import SamplerOutput
 from engine.stats import EngineStats
-from engine.step.batch import Batch
 from engine.step.logprobs import TokenLogprobs
-from engine.step.scheduler import Scheduler
+from engine.step.scheduler import Batch, Scheduler
 from engine.step.sequence import Sequence, SequenceStatus
 from guided.errors import GuidedError, InternalError, PostProcessorFailed, bounded
-from guided.processors.logit_post_processor import SampledEdit
+from guided.processors.logit_post_processor import ApplyReport, SampledEdit
 from guided.processors.post_processors import PostProcessors
 from guided.sequence import SequenceOutput, VetoReport
 
 
 class Edits:
-    """Rolls outputs back, appends forced tokens, and stops sequences."""
+    """Leaves rows out of sampling, rolls outputs back, appends forced tokens, and stops sequences."""
 
     def __init__(
         self, processor: PostProcessors, scheduler: Scheduler, requests: Requests, stats: EngineStats, vocab_size: int
@@ -27,7 +32,49 @@ class Edits:
         self._stats = stats
         self._vocab_size = vocab_size
 
-    def veto(self, report: VetoReport, batch: Batch, row: int) -> None:
+    def leave_out(self, batch: Batch, report: ApplyReport, failed: Collection[int]) -> frozenset[int]:
+        """Return the rows that are not sampled: those in `failed`, those with a failed or late mask, and those with a
+        veto. End the groups of failed masks, take back what is vetoed, and let late sequences wait."""
+        late: list[int] = []
+        without = set(failed)
+        for row in batch.processed_rows.tolist():
+            sequence = batch.sequences[row]
+            seq_id = sequence.seq_id
+            if seq_id in report.failed:
+                self._requests.fail(sequence.group, report.failed[seq_id])
+            elif seq_id in report.vetoes:
+                self._veto(report.vetoes[seq_id], batch, row)
+            elif seq_id in report.late:
+                late.append(row)
+                continue
+            else:
+                continue
+            without.add(row)
+        self._stats.late_rows += len(late)
+        without.update(self._delay(batch, late, without))
+        return frozenset(without)
+
+    def _delay(self, batch: Batch, late: list[int], failed: Collection[int]) -> set[int]:
+        """Let the sequences of the late rows wait for their masks, and beams for all beams of their group. They keep
+        their hidden states. Returns the rows of all these sequences."""
+        rows = set(late)
+        for row in late:
+            if not batch.sequences[row].is_finished():  # a failed row may have ended its group
+                batch.sequences[row].status = SequenceStatus.LATE
+        sampled = {batch.sequences[row] for row in batch.beams if row not in rows and row not in failed}
+        for row in batch.beams:
+            if not sampled.issuperset(batch.sequences[row].group.unfinished()):
+                rows.add(row)
+        if rows:  # copying from the device waits for it
+            self._keep(batch, list(rows))
+        return rows
+
+    def _keep(self, batch: Batch, rows: list[int]) -> None:
+        """Keep the hidden states of rows that are not sampled now. A later step samples them without a forward pass."""
+        for row, hidden in zip(rows, batch.hidden[rows].float().cpu().numpy(), strict=True):
+            batch.sequences[row].hidden = hidden
+
+    def _veto(self, report: VetoReport, batch: Batch, row: int) -> None:
         """Take back the tokens of a row that violate a checked keyword."""
         sequence = batch.sequences[row]
         self._rollback(batch, row, sequence.num_output_tokens - report.length)
@@ -68,11 +115,18 @@ class Edits:
         return samples
 
     def _rollback(self, batch: Batch, row: int, count: int, again: bool = False) -> None:
-        """Remove the last `count` output tokens of a row: from output, blocks and matcher. `again`: compute the token
-        before them again, because a token that is appended is scored by the step that computes the one before it."""
+        """Remove the last `count` output tokens of a row: from output, blocks and matcher. A step computes the token
+        before them again; not if only the sampled token was removed, unless `again`: a token that is appended is scored
+        by the step that computes the one before it."""
         sequence = batch.sequences[row]
         sequence.rollback(count)
-        self._scheduler.rollback(batch, row, again)
+        if sequence.computed == sequence.length and not again:  # only the sampled token was removed
+            self._keep(batch, [row])
+        else:
+            sequence.computed = sequence.length - 1
+            if self._scheduler.layout is not None:  # states of recurrent layers do not go back
+                sequence.computed = 0
+            self._scheduler.blocks.rollback(sequence.seq_id, sequence.computed)
         self._processor.rollback(sequence.seq_id, sequence.num_output_tokens)
 
     def _edit(self, edit: SampledEdit, batch: Batch, row: int) -> None:

@@ -30,10 +30,10 @@ from engine.sampler import Sampler, SamplerOutput
 from engine.sampling_params import SamplingParams
 from engine.scoring import score_tokens
 from engine.stats import EngineStats
-from engine.step.batch import Batch
-from engine.step.scheduler import Scheduler
-from engine.step.sequence import SequenceGroup, SequenceStatus
-from guided.errors import DeadEnd, InternalError, bounded
+from engine.step.group import SequenceGroup
+from engine.step.scheduler import Batch, Scheduler
+from engine.step.sequence import SequenceStatus
+from guided.errors import DeadEnd, GuidedError, InternalError, bounded
 from guided.pools.protocol import MaskPool
 from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor
 
@@ -192,8 +192,8 @@ class LLMEngine:
         if late:
             self.scheduler.resume(self.processor.decided(late))
         batch = self.scheduler.schedule()
-        if batch.is_empty and self.scheduler.late:
-            self.scheduler.resume()
+        if late and batch.is_empty:
+            self.scheduler.resume(late)
             batch = self.scheduler.schedule()
         return batch
 
@@ -225,49 +225,30 @@ class LLMEngine:
         report = self.processor.apply(logits, max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step))
         self._prepared = None
         self.stats.note_masks(report)
-        for row in batch.measured:
-            if (details := batch.sequences[row].record.details) is not None:
-                details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
+        for details in batch.details:
+            details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
 
     def sample(self, logits: Tensor, batch: Batch, report: ApplyReport) -> SamplerOutput:
-        """Sample a token for each row. Groups of rows with a failed mask or logits processor end. The sequences of rows
-        with a late mask do not run until it is ready."""
+        """Sample a token for each row that has its mask. Groups of rows with a failed logits processor, or without a
+        token that is allowed, end."""
         unsampled: frozenset[int] = frozenset()
-        if report.failed or report.late or report.vetoes or self.logits_processors.failed or batch.beams:
-            unsampled = self._unsampled(batch, report)
+        failed = self.logits_processors.failed
+        if report.failed or report.late or report.vetoes or failed or batch.beams:
+            unsampled = self.edits.leave_out(batch, report, failed)
         sampled = self.sampler.sample(logits, batch, unsampled)
-        constrained = sampled.measured.keys() & set(batch.constrained)
-        self.stats.note_kept_mass(sampled.measured[row][1] for row in constrained)
-        for row, failure in self.logits_processors.failed.items():
+        for row, (_, kept_mass) in sampled.measured.items():
+            if batch.sequences[row].params.constraint is not None:
+                self.stats.note_kept_mass(kept_mass)
+        for row, failure in failed.items():
             self.requests.fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
             group = batch.sequences[row].group
+            error: GuidedError = InternalError("no token of this step has a finite logit")
             if group.restriction is not None:
-                why = "allowed_token_ids or bad_words forbid every token that the constraint allows"
-                self.requests.fail(group, DeadEnd(why))
-            else:
-                self.requests.fail(group, InternalError("no token of this step has a finite logit"))
+                error = DeadEnd("allowed_token_ids or bad_words forbid every token that the constraint allows")
+            self.requests.fail(group, error)
         return sampled
-
-    def _unsampled(self, batch: Batch, report: ApplyReport) -> frozenset[int]:
-        """End the groups of failed rows, take back what is vetoed, and note the late rows. Returns these rows."""
-        late_ids = set(report.late)
-        late: list[int] = []
-        failed = set(self.logits_processors.failed)
-        for row in batch.processed_rows.tolist():
-            sequence = batch.sequences[row]
-            error = report.failed.get(sequence.seq_id)
-            if error is not None:
-                self.requests.fail(sequence.group, error)
-                failed.add(row)
-            elif (veto := report.vetoes.get(sequence.seq_id)) is not None:
-                self.edits.veto(veto, batch, row)
-                failed.add(row)
-            elif sequence.seq_id in late_ids:
-                late.append(row)
-        self.stats.late_rows += len(late)
-        return self.scheduler.delay(batch, late, failed) | failed
 
     def append(self, sampled: SamplerOutput, batch: Batch) -> None:
         """Append the tokens, apply the post-processor's edits, continue beams, end what is complete."""

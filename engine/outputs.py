@@ -7,9 +7,10 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.step.group import SequenceGroup
 from engine.step.logprobs import TokenLogprobs
 from engine.step.record import MaskDetails
-from engine.step.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.step.sequence import Sequence, SequenceStatus
 from guided.errors import GuidedError
 from guided.fields.output_types import parse_as
 
@@ -102,8 +103,8 @@ class CompletionOutput:
             record.cumulative_logprob if has_sum else None,
             [*record.logprobs[:count]] if wants_logprobs else None,
             SequenceStatus.get_finished_reason(sequence.status),
-            sequence.ended_by_stop_token and not params.include_stop_str_in_output,
-            sequence.stop_reason,
+            _hides_stop_token(sequence),
+            _stop_reason(sequence),
             sequence.error,
             params.output_type,
             view is not None and view.steered,
@@ -194,9 +195,28 @@ def _resampled(group: SequenceGroup) -> tuple[list[Sequence], float]:
 
 def _read_text(sequence: Sequence, finished: bool, count: int) -> str:
     """Return the text of `count` tokens, without the stop token that ended it unless the request asks for that."""
-    if sequence.ended_by_stop_token and not sequence.params.include_stop_str_in_output:
+    if _hides_stop_token(sequence):
         count -= 1
     sequence.detokenizer.feed(sequence.output_token_ids, count)
     if finished:
         sequence.detokenizer.flush()
     return sequence.detokenizer.visible(finished)
+
+
+def _ended_by_stop_token(sequence: Sequence) -> bool:
+    has_output = bool(sequence.output_token_ids)
+    return sequence.is_finished() and has_output and sequence.last_token in sequence.group.stop_ids
+
+
+def _hides_stop_token(sequence: Sequence) -> bool:
+    """Return whether the last token is a stop token, which is not in the text."""
+    return _ended_by_stop_token(sequence) and not sequence.params.include_stop_str_in_output
+
+
+def _stop_reason(sequence: Sequence) -> str | int | None:
+    """Return the stop string or stop token that ended a sequence; None for the model's own stop tokens."""
+    if not _ended_by_stop_token(sequence):
+        return sequence.detokenizer.stop
+    if sequence.last_token in sequence.params.stop_token_ids:
+        return sequence.last_token
+    return None

@@ -1,35 +1,25 @@
 """Sampler: samples tokens from logits, for a whole batch at once.
 
-`adjust` applies bias, custom logits processors, penalties, suppressed tokens (`min_tokens`) and the restriction of the
-request (`allowed_token_ids`, `bad_words`). Then the engine applies the mask. `sample` applies temperature, min_p,
-argmax-invariant custom processors, top_k and top_p, and draws. Suppressed tokens get a very small but finite logit, and
-the mask sets -inf: where only these are legal, the mask wins.
+`adjust` applies what the requests ask for (`engine/adjustments.py`). Then the engine applies the mask. `sample` applies
+temperature, min_p, argmax-invariant custom processors, top_k and top_p, and draws.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from engine.adjustments import Adjustments
 from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
-from engine.sampling_params import GREEDY_BELOW
-from engine.step.batch import Batch
 from engine.step.logprobs import TokenLogprobs
+from engine.step.scheduler import Batch
 from guided.sequence import SequenceOutput
 
-SUPPRESSED = -1e30
-"""The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it."""
-PROBE_STEPS = 61
-"""Every `PROBE_STEPS` steps, about `_PROBE_ROWS` masks are sampled for the kept-mass histogram. The number is a prime,
-so that answers of the same length are not always sampled at the same place."""
-_PROBE_ROWS = 4
 _BLOCK = 1024
 """Number of tokens of which the probabilities are summed, to find where a random number lies."""
 _FEW = 1024
@@ -63,55 +53,17 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Call once per step: `adjust` before the mask, `sample` after it. `stop_token_ids` are the model's own. Raw
-    log-probabilities are those before bias, penalties, mask and temperature (vLLM's default)."""
+    """Call once per step: `adjust` before the mask, `sample` after it."""
 
     def __init__(self, processors: CustomLogitsProcessors, stop_token_ids: Tokens[int]) -> None:
         self.processors = processors
-        self._stop_token_ids = stop_token_ids
-        self._raw: Tensor | None = None
-        self._beam_logprobs: Tensor | None = None
-        self._steps = 0
-        self._measured: list[int] = []
-        """Rows of which the masks are measured in this step."""
-        self._unmasked: Tensor
-        """A copy of the model's logits of these rows, float32 `[measured, vocab]`."""
-
-    def adjust(self, compute: Callable[[], Tensor], batch: Batch) -> Tensor:
-        """Return the logits of `compute`, float32 `[rows, vocab]`, with bias, custom processors, penalties,
-        suppression and restrictions. It is called again if a custom processor raises after it has changed some."""
-        logits = compute()
-        self._copy_measured(logits, batch)
-        if batch.with_logprobs:
-            self._raw = logits[batch.with_logprobs].log_softmax(-1)
-        penalties = None
-        if batch.biased or batch.penalised or batch.with_min_tokens:
-            penalties = batch.plan(_Penalties, logits, self._stop_token_ids)
-
-        def biased(logits: Tensor) -> Tensor:
-            if penalties is not None:
-                if self.processors.before:  # they see suppressed tokens, as in vLLM
-                    penalties.suppress_stop_tokens(logits)
-                penalties.add_bias(logits)
-            return logits
-
-        logits = self.processors.run(self.processors.before, biased(logits), batch, lambda: biased(compute()))
-        if penalties is not None:
-            penalties.apply(logits)
-            penalties.suppress_stop_tokens(logits)
-        if batch.beams:
-            given = logits.new_tensor([batch.sequences[row].params.temperature for row in batch.beams])
-            heat = given.where(given >= GREEDY_BELOW, 1.0)
-            self._beam_logprobs = (logits[batch.beams] / heat[:, None]).log_softmax(-1)
-        for row, restriction in batch.restricted:
-            restriction.apply(logits[row], batch.sequences[row].output_token_ids)
-        return logits
+        self._adjustments = Adjustments(processors, stop_token_ids)
+        self.adjust = self._adjustments.apply
+        """Compute the adjusted logits of a batch."""
 
     def sample(self, logits: Tensor, batch: Batch, unsampled: frozenset[int] = frozenset()) -> SamplerOutput:
         """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`. The random generators of
         `unsampled` rows do not advance."""
-        if (rows := batch.with_masked_logprobs) and self._raw is not None:
-            self._raw[np.searchsorted(batch.with_logprobs, rows)] = logits[rows].log_softmax(-1)
         best, chosen = logits.max(-1)
         is_finite = best.isfinite()
         if batch.random:
@@ -120,47 +72,8 @@ class Sampler:
         token_ids, finite = torch.stack((chosen, is_finite)).tolist()  # the step's one synchronisation
         output = SamplerOutput(token_ids, unsampled)
         output.broken = [row for row, finite_row in enumerate(finite) if not finite_row and row not in unsampled]
-        if self._measured:
-            output.measured = self._measure(logits, unsampled)
-        if rows := batch.with_logprobs:
-            raw = self._raw
-            self._raw = None
-            assert raw is not None, "adjust comes before sample"
-            counts = [batch.sequences[row].params.logprobs or 0 for row in rows]
-            output.logprobs = dict(zip(rows, ranked_logprobs(raw, chosen[rows], counts), strict=True))
-        if batch.searched:
-            self._note_free_places(logits, batch, unsampled)
-        if self._beam_logprobs is not None:
-            forbidden = logits[batch.beams].isneginf()
-            output.beam_logprobs = self._beam_logprobs
-            self._beam_logprobs = None
-            output.beam_scores = output.beam_logprobs.masked_fill(forbidden, -torch.inf)
+        self._adjustments.report(output, logits, batch)
         return output
-
-    def _note_free_places(self, logits: Tensor, batch: Batch, unsampled: frozenset[int]) -> None:
-        """Note which outputs could end here: see `Detokenizer.free_places`."""
-        stops = logits[:, self._stop_token_ids[0]].isfinite().tolist()
-        for row, places in batch.searched:
-            if stops[row] and row not in unsampled:
-                places.add(batch.sequences[row].num_output_tokens)
-
-    def _copy_measured(self, logits: Tensor, batch: Batch) -> None:
-        """Copy the model's logits of the rows with masks that are measured in this step."""
-        self._steps += 1
-        self._measured = batch.measured
-        if self._steps % PROBE_STEPS == 0:
-            rows = batch.constrained
-            self._measured = sorted({*batch.measured, *rows[:: max(1, len(rows) // _PROBE_ROWS)]})
-        if self._measured:
-            self._unmasked = logits[self._measured]
-
-    def _measure(self, masked: Tensor, unsampled: frozenset[int]) -> dict[int, tuple[int, float]]:
-        """Measure the masks of the copied rows: `SamplerOutput.measured`."""
-        allowed = masked[self._measured] > -torch.inf
-        total = self._unmasked.logsumexp(-1)
-        kept = (self._unmasked.masked_fill_(~allowed, -torch.inf).logsumexp(-1) - total).clamp_(max=0.0).tolist()
-        columns = zip(self._measured, allowed.sum(-1).tolist(), kept, strict=True)
-        return {row: (count, mass) for row, count, mass in columns if row not in unsampled}
 
     def _draw(
         self, logits: Tensor, best: Tensor, greedy: Tensor, batch: Batch, unsampled: frozenset[int]
@@ -169,117 +82,25 @@ class Sampler:
         plan = batch.plan(_Distribution, logits.device)
         uniforms = [0.5 if row in unsampled else next(batch.sequences[row].uniforms) for row in plan.rows]
         all_random = len(plan.rows) == len(logits)
-        if self.processors.after:
-
-            def whole() -> Tensor:
-                return logits.index_copy(0, plan.index, plan.scaled(logits[plan.index]))
-
-            scaled = self.processors.run(self.processors.after, whole(), batch, whole)[plan.index]
+        if all_random:
+            scaled = plan.scaled(logits)
         else:
-            scaled = plan.scaled(logits if all_random else logits[plan.index])
+            scaled = plan.scaled(logits[plan.index])
+        if self.processors.after:
+            scaled = self._processed(logits, plan.index, scaled, batch)
         drawn = plan.draw(scaled, uniforms)
         values = scaled.gather(1, drawn[:, None])[:, 0]
         if all_random:
             return values, drawn
         return best.index_copy(0, plan.index, values), greedy.index_copy(0, plan.index, drawn)
 
+    def _processed(self, logits: Tensor, random: Tensor, scaled: Tensor, batch: Batch) -> Tensor:
+        """Run argmax-invariant custom processors on all rows. Returns the random rows, `scaled` before."""
 
-def ranked_logprobs(logprobs: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
-    """Return the token of each row and its `counts[row]` most likely, from `logprobs`, float32 `[rows, vocab]`."""
-    chosen = logprobs.gather(1, tokens[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
-    best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
-    ranked: list[TokenLogprobs] = []
-    columns = (tokens.tolist(), chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
-    for count, token, value, rank, ids, values in zip(counts, *columns, strict=True):
-        entries = [(token, value, rank)]
-        entries += (
-            (other, logprob, place)
-            for place, (other, logprob) in enumerate(zip(ids[:count], values[:count], strict=True), start=1)
-            if other != token and logprob > -torch.inf  # the mask may leave fewer
-        )
-        ranked.append(TokenLogprobs(entries))
-    return ranked
+        def whole() -> Tensor:
+            return logits.index_copy(0, random, scaled)
 
-
-class _Penalties:
-    """The biased, penalised and short rows of a batch as tensors. All methods change logits, float32 `[rows,
-    vocab]`, in place. `stop_token_ids` are the model's own."""
-
-    def __init__(self, batch: Batch, logits: Tensor, stop_token_ids: Collection[int]) -> None:
-        self._device = device = logits.device
-        bias: list[float] = []
-        biased: list[tuple[int, int]] = []
-        for row in batch.biased:
-            for token, value in (batch.sequences[row].params.logit_bias or {}).items():
-                biased.append((row, token))
-                bias.append(value)
-        self._bias = torch.tensor(bias, dtype=torch.float32, device=device)
-        self._biased = _places(biased, device)
-        self._with_min_tokens = [(row, batch.sequences[row]) for row in batch.with_min_tokens]
-        self._stops = {
-            row: {*stop_token_ids, *sequence.params.stop_token_ids} for row, sequence in self._with_min_tokens
-        }
-        self._short: list[int] = []
-        """Rows with fewer than `min_tokens` output tokens, of which `_suppressed` has the stop tokens."""
-        self._sequences = [batch.sequences[row] for row in batch.penalised]
-        params = [sequence.params for sequence in self._sequences]
-        self._rows = torch.tensor(batch.penalised, device=device)
-        self._repetition = torch.tensor([p.repetition_penalty for p in params], device=device)[:, None]
-        self._frequency = torch.tensor([p.frequency_penalty for p in params], device=device)[:, None]
-        self._presence = torch.tensor([p.presence_penalty for p in params], device=device)[:, None]
-        self._counts = torch.zeros(len(params), logits.shape[1], device=device)
-        self._in_prompt = torch.zeros(len(params), logits.shape[1], dtype=torch.bool, device=device)
-        self._seen = [(sequence.edits, 0) for sequence in self._sequences]
-        """Numbers of edits and of tokens of each sequence that `_counts` has."""
-        for index, sequence in enumerate(self._sequences):
-            self._in_prompt[index, torch.tensor(sequence.prompt_token_ids, device=device)] = True
-
-    def add_bias(self, logits: Tensor) -> None:
-        """Add `logit_bias`."""
-        if len(self._bias):
-            logits[self._biased] += self._bias
-
-    def suppress_stop_tokens(self, logits: Tensor) -> None:
-        """Suppress stop tokens in rows with fewer than `min_tokens` output tokens."""
-        short: list[int] = []
-        for row, sequence in self._with_min_tokens:
-            if sequence.num_output_tokens < sequence.params.min_tokens:
-                short.append(row)
-        if short != self._short:
-            self._short = short
-            stops = [(row, token) for row in short for token in self._stops[row]]
-            self._suppressed = _places(stops, self._device)
-        if short:
-            logits[self._suppressed] = SUPPRESSED
-
-    def apply(self, logits: Tensor) -> None:
-        """Penalise tokens that have appeared. The repetition penalty (arXiv:1909.05858) comes first, then OpenAI's:
-        frequency once per occurrence, presence once."""
-        if not self._sequences:
-            return
-        fresh: list[tuple[int, int]] = []
-        for index, sequence in enumerate(self._sequences):
-            edits, start = self._seen[index]
-            if edits != sequence.edits:
-                self._counts[index] = 0
-                start = 0
-            fresh += [(index, token) for token in sequence.output_token_ids[start:]]
-            self._seen[index] = sequence.edits, sequence.num_output_tokens
-        if fresh:
-            self._counts.index_put_(_places(fresh, self._device), torch.ones((), device=self._device), accumulate=True)
-        picked = logits[self._rows]
-        appeared = self._counts > 0
-        factor = torch.where(appeared | self._in_prompt, self._repetition, 1.0)
-        picked = torch.where(picked > 0, picked / factor, picked * factor)
-        picked -= self._frequency * self._counts + self._presence * appeared
-        logits[self._rows] = picked
-
-
-def _places(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (row, token) pairs as two index tensors."""
-    rows, tokens = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
-    return rows, tokens
+        return self.processors.run(self.processors.after, whole(), batch, whole)[random]
 
 
 class _Distribution:

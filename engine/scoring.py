@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from engine.model.runner import ModelRunner
-from engine.sampler import ranked_logprobs
-from engine.step.batch import Batch, Chunk
+from engine.step.logprobs import ranked_logprobs
+from engine.step.prefills import Chunk
+from engine.step.scheduler import Batch
 
 _SCORED_ROWS = 256
 """Maximum number of tokens that are scored at once: each takes a row of logits."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from guided.processors.logit_post_processor import ApplyReport
@@ -51,9 +50,10 @@ class EngineStats:
         self.mask_seconds += report.mask_seconds
         self.hidden_seconds += max(0.0, report.mask_seconds - report.wait_seconds)
 
-    def note_kept_mass(self, logs: Iterable[float]) -> None:
-        """Add kept masses, given as their logs. NaN is left out: the model has computed no distribution."""
-        for mass in (math.exp(log) for log in logs if not math.isnan(log)):
+    def note_kept_mass(self, log: float) -> None:
+        """Add a kept mass, given as its log. NaN is left out: the model has computed no distribution."""
+        if not math.isnan(log):
+            mass = math.exp(log)
             self.kept_mass[bisect_left(KEPT_MASS_BOUNDS, mass)] += 1
             self.kept_mass_sum += mass
 

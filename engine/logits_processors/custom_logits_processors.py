@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.logits_processors.batch import IndexedBatch, PersistentBatch
 from engine.logits_processors.interface import LogitsProcessor, VllmConfig, is_revised
 from engine.sampling_params import SamplingParams
-from engine.step.batch import Batch
+from engine.step.scheduler import Batch
 from engine.step.sequence import Sequence
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 

@@ -21,7 +21,8 @@ from engine.model.attention import PagedContext, Prefill, StepTensors
 from engine.model.cuda_graphs import DecodeGraphs, Outputs, graph_calls, graph_sizes
 from engine.model.loader import LoadedModel
 from engine.model.ranks import CacheSize, Selection, run_steps
-from engine.step.batch import Batch, Chunk
+from engine.step.prefills import Chunk
+from engine.step.scheduler import Batch
 from engine.step.sequence import Sequence
 from guided.errors import bounded
 

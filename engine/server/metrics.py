@@ -149,7 +149,7 @@ class Metrics(Collector):
         blocks = self._llm.engine.blocks
         slots = 0
         if scheduler.layout is not None:
-            slots = scheduler.max_num_seqs
+            slots = scheduler.prefills.max_num_seqs
         gauges = (
             ("num_requests_running", "Running sequences.", health.num_running),
             ("num_requests_waiting", "Requests that could run and wait.", health.num_waiting),

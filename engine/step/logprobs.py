@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -56,3 +59,19 @@ class TokenLogprobs(Mapping[int, Logprob]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+def ranked_logprobs(logprobs: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
+    """Return the token of each row and its `counts[row]` most likely, from `logprobs`, float32 `[rows, vocab]`."""
+    chosen = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(-1) + 1
+    best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
+    ranked: list[TokenLogprobs] = []
+    columns = (tokens.tolist(), chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
+    for count, token, value, rank, ids, values in zip(counts, *columns, strict=True):
+        entries = [(token, value, rank)]
+        for place in range(min(count, len(ids))):
+            if ids[place] != token and values[place] > -math.inf:  # the mask may leave fewer
+                entries.append((ids[place], values[place], place + 1))
+        ranked.append(TokenLogprobs(entries))
+    return ranked

@@ -14,7 +14,8 @@ from engine.llm_engine import LLMEngine
 from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.step.sequence import Sequence, SequenceGroup
+from engine.step.group import SequenceGroup
+from engine.step.sequence import Sequence
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
-from engine.step.batch import Batch
+from engine.step.scheduler import Batch
 from guided.errors import BackendError, WorkerDied
 from guided.processors.logit_post_processor import LogitPostProcessor, SampledEdit
 from guided.sequence import SequenceOutput

@@ -11,7 +11,7 @@ from faulty_pool import FaultyPool
 from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.step.sequence import sequence_seed
+from engine.step.seeds import sequence_seed
 from guided.errors import InternalError, InvalidRequest
 from guided.pools.protocol import StepMasks
 from tests.engine.conftest import MakeEngine, finish, run

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from engine.adjustments import SUPPRESSED
 from engine.logits_processors import VllmConfig
 from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
-from engine.sampler import SUPPRESSED, Sampler
+from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
-from engine.step.batch import Batch
 from engine.step.logprobs import TokenLogprobs
-from engine.step.sequence import Sequence, uniforms
+from engine.step.scheduler import Batch
+from engine.step.seeds import uniforms
+from engine.step.sequence import Sequence
 from tests.engine.conftest import new_sequence
 
 VOCAB = 12

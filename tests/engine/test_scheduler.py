@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from engine.memory.block_manager import BlockManager
 from engine.sampling_params import SamplingParams
-from engine.step.batch import Batch
-from engine.step.scheduler import Scheduler
-from engine.step.sequence import SequenceGroup, SequenceStatus
+from engine.step.group import SequenceGroup
+from engine.step.scheduler import Batch, Scheduler
+from engine.step.sequence import SequenceStatus
 from tests.engine.conftest import new_sequence
 
 BLOCK = 4
@@ -89,10 +89,10 @@ def test_the_newest_is_preempted_and_started_before_new_ones() -> None:
     it.add(new)
     sample(it.schedule())
     it.add(group("newest", 1))
-    while not it.preempted:
+    while not it.prefills.preempted:
         batch = it.schedule()
         sample(batch)
-    assert [sequence.group for sequence in it.preempted] == [new]
+    assert [sequence.group for sequence in it.prefills.preempted] == [new]
     assert it.num_preemptions == 1
     assert names(batch) == ([], ["old"]), "a step that preempts starts no new group"
     it.remove(old)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from engine.memory.block_manager import BlockManager
 from engine.sampler import SamplerOutput
 from engine.sampling_params import SamplingParams
-from engine.step.batch import Batch
+from engine.step.group import SequenceGroup
 from engine.step.logprobs import TokenLogprobs
-from engine.step.sequence import Sequence, SequenceGroup
+from engine.step.scheduler import Batch
+from engine.step.sequence import Sequence
 from guided.sequence import SequenceOutput
 
 

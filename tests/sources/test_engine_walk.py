@@ -14,7 +14,8 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from engine import LLM, SamplingParams
-from engine.step.sequence import SequenceGroup, SequenceStatus
+from engine.step.group import SequenceGroup
+from engine.step.sequence import SequenceStatus
 from guided.errors import InvalidRequest
 from guided.sequence import SequenceOutput
 from tests.engine.conftest import MakeEngine, finish, run

@@ -8,7 +8,8 @@ import pytest
 
 from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
-from engine.step.batch import Batch, Chunk
+from engine.step.prefills import Chunk
+from engine.step.scheduler import Batch
 from tests.engine.conftest import MakeEngine, run
 from tests.sources.step_views import SamplingMetadata, SamplingType, seq_group_metadata_list
 

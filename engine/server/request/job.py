@@ -17,7 +17,7 @@ from engine.server.http_errors import FieldNames, QueueFull, ShuttingDown
 from engine.server.request.bodies import ChoicesRequest, GenerationRequest, GuidedInfo, Reported
 from engine.server.request.constraints import RequestedConstraint
 from engine.server.request.fields import ConstraintFields
-from engine.step.sequence import SequenceGroup
+from engine.step.group import SequenceGroup
 from guided.constraint import KINDS, Constraint
 from guided.errors import (
     CompileTimeout,
