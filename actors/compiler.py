@@ -25,7 +25,8 @@ from guided.masks.compilation import first_able
 from guided.masks.resources import available_cpus
 from guided.pools.grammar_cache import GrammarCache
 from guided.pools.options import RayPoolOptions
-from guided.pools.protocol import CLIENT, BackendStatus, Grammar
+from guided.pools.protocol import CLIENT, Grammar
+from guided.pools.status import BackendStatus
 from guided.vocabulary import Vocabulary
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from actors.quarantine import Quarantine
 from guided.backends import BACKENDS
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, PoolUnavailable, WorkerDied
-from guided.pools.protocol import EndCause, Grammar, ReadyMasks, StepMasks, forced_runs
+from guided.pools.protocol import Grammar, ReadyMasks, StepMasks, forced_runs
+from guided.pools.status import EndCause
 from guided.sequence import GuidedSequence, VetoReport
 
 _LOOK_SECONDS = 0.001
@@ -83,6 +84,10 @@ class Dispatcher:
         self.unavailable: PoolUnavailable | None = None
         """Why no worker will take a sequence, as far as is known."""
         self._poller = select.poll()
+
+    @property
+    def sequences(self) -> Mapping[int, SequenceState]:
+        return self._sequences
 
     def announce(self, event: Callable[[], None]) -> None:
         """Have the engine's thread call `event`: at its next call, or while it waits in `collect`. From any thread."""

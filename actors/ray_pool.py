@@ -41,7 +41,8 @@ from guided.errors import (
     bounded,
 )
 from guided.pools.options import RayPoolOptions
-from guided.pools.protocol import EndCause, Grammar, PoolStatus, WorkerState, WorkerStatus
+from guided.pools.protocol import Grammar
+from guided.pools.status import EndCause, PoolStatus, WorkerState, WorkerStatus
 from guided.processors.pinned_masks import Pin
 from guided.vocabulary import Vocabulary
 

@@ -14,7 +14,7 @@ import psutil
 from actors import processes
 from actors.connection import Work, WorkerConnection
 from actors.processes import TICK_SECONDS, thread_state, thread_times
-from guided.pools.protocol import EndCause
+from guided.pools.status import EndCause
 
 LOAD_SECONDS = 10.0
 """Limit for loading a grammar."""

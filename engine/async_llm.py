@@ -18,7 +18,7 @@ from engine.sampling_params import SamplingParams
 from engine.stats import EngineStats
 from engine.step.group import SequenceGroup
 from guided.errors import GuidedError, InternalError, bounded
-from guided.pools.protocol import PoolStatus
+from guided.pools.status import PoolStatus
 
 logger = logging.getLogger(__name__)
 

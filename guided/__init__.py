@@ -23,7 +23,8 @@ from guided.errors import (
 from guided.fields.output_types import constraint_for, parse_as
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, MaskPool
-from guided.processors.guided_processor import DecodeStep, GuidedProcessor, decode_step
+from guided.processors.decode_step import DecodeStep, decode_step
+from guided.processors.guided_processor import GuidedProcessor
 from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.processors.post_processors import PostProcessors
 from guided.sequence import GuidedSequence

@@ -22,16 +22,8 @@ from guided.errors import GuidedError
 from guided.masks.compilation import compile_constraint
 from guided.masks.worker import MaskWorker
 from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES, GrammarCache
-from guided.pools.protocol import (
-    MAX_FORCED_TOKENS,
-    BackendStatus,
-    Grammar,
-    PoolStatus,
-    ReadyMasks,
-    StepMasks,
-    WorkerStatus,
-    forced_runs,
-)
+from guided.pools.protocol import MAX_FORCED_TOKENS, Grammar, ReadyMasks, StepMasks, forced_runs
+from guided.pools.status import BackendStatus, PoolStatus, WorkerStatus
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -52,8 +44,8 @@ class InlinePool:
         self._backends = Backends(vocabulary)
         self._cache = GrammarCache(max_cache_bytes)
         self._worker = MaskWorker(vocabulary)
-        self._grammars: dict[int, Grammar] = {}
-        """The grammars of sequences that have no matcher yet, by sequence id. It is also the worker's slot."""
+        self.sequences: dict[int, GuidedSequence] = {}
+        """The open sequences, by id. It is also the worker's slot."""
         self._step: Sequence[GuidedSequence] = ()
         self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
         self._runs: NDArray[np.int32] = np.empty((0, MAX_FORCED_TOKENS), np.int32)
@@ -84,12 +76,20 @@ class InlinePool:
         return future
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
-        self._grammars[sequence.sequence_id] = grammar
+        assert grammar.compiled is not None
+        self.sequences[sequence.sequence_id] = sequence
+        self._worker.open(
+            sequence.sequence_id,
+            grammar.compiled,
+            [*sequence.output_token_ids],
+            budget=sequence.budget,
+            final=sequence.final,
+        )
 
     def free(self, sequence_ids: Collection[int]) -> None:
         self._worker.free(sequence_ids)
         for sequence_id in sequence_ids:
-            self._grammars.pop(sequence_id, None)
+            self.sequences.pop(sequence_id, None)
 
     def rollback(self, sequence_id: int, length: int) -> None:
         if length < self._worker.length(sequence_id):
@@ -133,10 +133,6 @@ class InlinePool:
     def _fill(self, sequence: GuidedSequence, mask: NDArray[np.int32]) -> GuidedError | None:
         slot = sequence.sequence_id
         tokens = sequence.output_token_ids
-        opening = self._grammars.pop(slot, None)
-        if opening is not None:
-            assert opening.compiled is not None
-            self._worker.open(slot, opening.compiled, budget=sequence.budget, final=sequence.final)
         known = self._worker.length(slot)
         if known > len(tokens):
             self._worker.edit(slot, len(tokens), ())
@@ -152,4 +148,5 @@ class InlinePool:
         return PoolStatus("inline", [worker], backends=[BackendStatus(name) for name in BACKENDS])
 
     def shutdown(self) -> None:
-        self._grammars.clear()
+        self._worker.free(self.sequences)
+        self.sequences.clear()

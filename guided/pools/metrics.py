@@ -9,7 +9,7 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from guided.pools.protocol import EndCause, PoolStatus
+from guided.pools.status import EndCause, PoolStatus
 
 _COUNTERS = (
     ("mask_replays", "Sequences opened on another mask actor after the end of theirs.", "replays"),

@@ -1,23 +1,20 @@
-"""GuidedProcessor: the standard post-processor. It masks constrained rows with the bitmasks of a pool.
-
-`decode_step` is one step of a decode loop with it. `docs/embedding.md` shows the calls that it makes.
-"""
+"""GuidedProcessor: the standard post-processor. It masks constrained rows with the bitmasks of a pool."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from guided.backends import candidates
-from guided.bitmask import pack, words
+from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.pools.protocol import Grammar, MaskPool, StepMasks
-from guided.processors.kernel import BitmaskKernel, end_of_work
+from guided.processors.kernel import BitmaskKernel
+from guided.processors.late_masks import FIRST_MASK_SECONDS, collect_during, wait_for_first, wait_for_share
 from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence, SequenceOutput
 
@@ -26,11 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from guided.processors.logit_post_processor import LogitsRows
-
-FIRST_MASK_SECONDS = 0.1
-"""Minimum deadline for a step's first mask if no other row can be sampled. It delays new requests by up to this."""
-_LOOK_SECONDS = 0.0002
-"""Interval between looks at masks and device."""
 
 
 class GuidedProcessor(LogitPostProcessor):
@@ -45,8 +37,6 @@ class GuidedProcessor(LogitPostProcessor):
         """The vocabulary of the masks."""
         self._grammars: dict[str, Future[Grammar]] = {}
         """The grammars of requests, by request id."""
-        self._sequences: dict[int, GuidedSequence] = {}
-        """The open sequences, by id."""
         self._batch: int | None = None
         """The number of the last batch."""
         self._is_timed = False
@@ -86,12 +76,12 @@ class GuidedProcessor(LogitPostProcessor):
         if len({sequence.sequence_id for sequence in sequences}) < len(sequences):
             raise ValueError("a sequence id occurs twice in this step: each sequence needs its own")
         self._is_timed = False
+        opened = self._pool.sequences
         for sequence in sequences:
             self._is_timed |= sequence.mask_seconds is not None
-            known = self._sequences.get(sequence.sequence_id)
+            known = opened.get(sequence.sequence_id)
             if known is None:
                 self._pool.open(sequence, self._grammar(sequence.request_id))
-                self._sequences[sequence.sequence_id] = sequence
             elif known.request_id != sequence.request_id:
                 owner = f"belongs to request {known.request_id!r}"
                 raise ValueError(f"sequence id {sequence.sequence_id} {owner}: free that first")
@@ -109,19 +99,23 @@ class GuidedProcessor(LogitPostProcessor):
         if self._prepared and logits.shape[-1] < width:
             raise ValueError(f"the logits have {logits.shape[-1]} columns and the vocabulary {width}: pass whole rows")
         sequences = self._take_prepared("apply")
-        if deadline is not None and sequences:
-            computed = end_of_work(logits)
+        if sequences and deadline is not None and logits.is_cuda:
+            step, started = collect_during(self._pool, logits, deadline)
         else:
-            computed = None
-        step, report = self._collect(sequences, deadline, len(logits) == len(sequences), computed)
-        started = time.perf_counter()
+            started = time.perf_counter()
+            step = self._pool.collect(deadline)
+        if step.late and deadline is not None and len(step.late) == len(logits):
+            until = started + FIRST_MASK_SECONDS
+            step = wait_for_first(self._pool, step, sequences, self._batch, until)
+        waited = time.perf_counter()
+        report = self._report(sequences, step, waited - started)
         masks = [(part.masks, part.slots) for part in step.ready]
         rows = [self._logits_rows[part.rows] for part in step.ready]
         closed = self._without_mask(step)
         masks.append((self._stop_mask[None], np.zeros(len(closed), np.intp)))
         rows.append(closed)
         self._kernel.apply(logits, masks, np.concatenate(rows))
-        report.kernel_seconds = time.perf_counter() - started
+        report.kernel_seconds = time.perf_counter() - waited
         return report
 
     def collect(self, bitmask: NDArray[np.int32], deadline: float | None = None, patience: float = 0.0) -> ApplyReport:
@@ -134,7 +128,12 @@ class GuidedProcessor(LogitPostProcessor):
             patience: what a late sequence loses, in seconds. The wait goes on while it costs the batch less than
                 that: for another `patience` times the share of late sequences.
         """
-        step, report = self._collect(self._take_prepared("collect"), deadline, alone=False, patience=patience)
+        sequences = self._take_prepared("collect")
+        started = time.perf_counter()
+        step = self._pool.collect(deadline)
+        if step.late:
+            step = wait_for_share(self._pool, step, patience / len(sequences))
+        report = self._report(sequences, step, time.perf_counter() - started)
         for part in step.ready:
             bitmask[self._logits_rows[part.rows]] = part.masks[part.slots]
         bitmask[self._without_mask(step)] = self._stop_mask
@@ -152,35 +151,6 @@ class GuidedProcessor(LogitPostProcessor):
         """Return the logits rows of a step that have no mask."""
         return self._logits_rows[[*step.failed, *step.late]]
 
-    def _collect(
-        self,
-        sequences: Sequence[GuidedSequence],
-        deadline: float | None,
-        alone: bool,
-        computed: Any = None,
-        patience: float = 0.0,
-    ) -> tuple[StepMasks, ApplyReport]:
-        """Wait for the masks of the step, and report them.
-
-        Args:
-            alone: no other row of the batch can be sampled.
-            computed: a `torch.cuda.Event` from which the deadline counts. Masks that are there before it do not wait.
-        """
-        if computed is not None:
-            step = self._pool.collect(0.0)
-            while step.late and not computed.query():
-                time.sleep(_LOOK_SECONDS)  # a pool may wait longer, up to a millisecond
-                step = self._pool.collect(0.0)
-        started = time.perf_counter()
-        if computed is None or step.late:
-            step = self._pool.collect(deadline)
-        waited = time.perf_counter()
-        while step.late and time.perf_counter() - waited < patience * len(step.late) / len(sequences):
-            step = self._pool.collect(_LOOK_SECONDS)
-        if alone and deadline is not None and sequences and len(step.late) == len(sequences):
-            step = self._wait_for_first(sequences, started + FIRST_MASK_SECONDS, step.seconds)
-        return step, self._report(sequences, step, time.perf_counter() - started)
-
     def _report(self, sequences: Sequence[GuidedSequence], step: StepMasks, wait_seconds: float) -> ApplyReport:
         """Return the report of a step, and close the sequences that failed."""
         report = ApplyReport(wait_seconds=wait_seconds, mask_seconds=step.seconds)
@@ -197,17 +167,6 @@ class GuidedProcessor(LogitPostProcessor):
             self._close(list(report.failed))
         return report
 
-    def _wait_for_first(self, sequences: Sequence[GuidedSequence], until: float, seconds: float) -> StepMasks:
-        """Wait until a late sequence is decided, of this step or of an earlier one. Then collect the step again."""
-        late = self._sequences.keys() - self._pool.decided(self._sequences)
-        late.update(sequence.sequence_id for sequence in sequences)
-        while not self._pool.decided(late) and time.perf_counter() < until:
-            time.sleep(_LOOK_SECONDS)
-        self._pool.submit(sequences, self._batch)
-        step = self._pool.collect(0.0)
-        step.seconds += seconds
-        return step
-
     def edits(
         self, sequences: Sequence[GuidedSequence], samples: Sequence[SequenceOutput | None] = ()
     ) -> dict[int, SampledEdit]:
@@ -222,12 +181,13 @@ class GuidedProcessor(LogitPostProcessor):
     def decided(self, sequence_ids: Collection[int]) -> list[int]:
         return self._pool.decided(sequence_ids)
 
-    def free(self, request_id: str) -> None:
-        self._grammars.pop(request_id, None)
-        self._close([number for number, sequence in self._sequences.items() if sequence.request_id == request_id])
-
     def rollback(self, sequence_id: int, length: int) -> None:
         self._pool.rollback(sequence_id, length)
+
+    def free(self, request_id: str) -> None:
+        self._grammars.pop(request_id, None)
+        opened = self._pool.sequences.items()
+        self._close([sequence_id for sequence_id, sequence in opened if sequence.request_id == request_id])
 
     def free_sequence(self, sequence_id: int) -> None:
         self._close([sequence_id])
@@ -235,68 +195,3 @@ class GuidedProcessor(LogitPostProcessor):
     def _close(self, sequence_ids: Collection[int]) -> None:
         self._kernel.wait()  # other sequences get their slots
         self._pool.free(sequence_ids)
-        for sequence_id in sequence_ids:
-            self._sequences.pop(sequence_id, None)
-
-
-@dataclass(slots=True)
-class DecodeStep:
-    """The result of one step."""
-
-    tokens: list[int]
-    """The sampled token of each logits row. Ignore those of failed and late sequences."""
-    report: ApplyReport
-    """The report about the sequences that failed or are late."""
-    ended: list[int] = field(default_factory=list)
-    """Ids of sequences that sampled a stop token. It is not appended. Do not decode them again."""
-
-
-def decode_step(
-    processor: GuidedProcessor,
-    sequences: Sequence[GuidedSequence],
-    forward: Callable[[], torch.Tensor],
-    sample: Callable[[torch.Tensor], Sequence[int]],
-    logits_rows: Sequence[int] | None = None,
-    deadline: float | None = None,
-) -> DecodeStep:
-    """Prepare the masks, run the forward pass, apply the masks, sample, and append the tokens to the outputs.
-
-    Args:
-        sequences: the constrained sequences of the batch, with lists as `output_token_ids`.
-        forward: returns the logits, float `[rows, >= padded_vocab_size]`. The masks are computed meanwhile.
-        sample: returns one token for each logits row.
-        logits_rows: the logits row of each sequence. None: row i for sequence i.
-        deadline: seconds to wait for masks after the forward pass. A sequence without a mask by then is late: decode it
-            again when `processor.decided` returns it. None: wait for every mask.
-
-    Tokens of failed and late sequences are not appended. If the pool looks ahead (`forced_tokens`), the forced tokens
-    are appended too, so an output may grow by several tokens.
-    """
-    if logits_rows is None:
-        logits_rows = range(len(sequences))
-    processor.prepare(sequences, logits_rows)
-    try:
-        logits = forward()
-    except BaseException:  # each `prepare` is followed by one `apply` or `collect`
-        rows = 1 + max(logits_rows, default=-1)
-        processor.collect(np.empty((rows, words(processor.vocabulary.padded_vocab_size)), np.int32), 0.0)
-        raise
-    report = processor.apply(logits, deadline)
-    step = DecodeStep([int(token) for token in sample(logits)], report)
-    for row, sequence in zip(logits_rows, sequences, strict=True):
-        if sequence.sequence_id not in report.failed and sequence.sequence_id not in report.late:
-            _append(processor, sequence, [step.tokens[row]], step)
-    edits = processor.edits(sequences)
-    for sequence in sequences:
-        if sequence.sequence_id in edits:
-            _append(processor, sequence, edits[sequence.sequence_id].append, step)
-    return step
-
-
-def _append(processor: GuidedProcessor, sequence: GuidedSequence, tokens: Sequence[int], step: DecodeStep) -> None:
-    """Append to the output, up to a stop token."""
-    for token in tokens:
-        if token in processor.vocabulary.stop_token_ids:
-            step.ended.append(sequence.sequence_id)
-            return
-        cast("list[int]", sequence.output_token_ids).append(token)

@@ -17,7 +17,9 @@ from guided.constraint import Constraint
 from guided.errors import BackendError
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import StepMasks
-from guided.processors.guided_processor import FIRST_MASK_SECONDS, DecodeStep, GuidedProcessor, decode_step
+from guided.processors.decode_step import DecodeStep, decode_step
+from guided.processors.guided_processor import GuidedProcessor
+from guided.processors.late_masks import FIRST_MASK_SECONDS
 from guided.processors.logit_post_processor import ApplyReport
 from guided.sequence import GuidedSequence
 

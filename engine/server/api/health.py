@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
 from engine.server.context import Context
-from guided.pools.protocol import BackendStatus, WorkerStatus
+from guided.pools.status import BackendStatus, WorkerStatus
 
 router = APIRouter(tags=["operation"])
 

@@ -22,7 +22,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from guided.pools.metrics import pool_metrics
-from guided.pools.protocol import MaskPool, PoolStatus
+from guided.pools.protocol import MaskPool
+from guided.pools.status import PoolStatus
 
 REQUESTS = Counter("guided_requests", "Requests with a constraint that guided enforces, by its kind.", ["kind"])
 """Counted where requests are admitted."""

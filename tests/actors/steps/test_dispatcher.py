@@ -32,7 +32,7 @@ from guided.errors import (
     WorkerDied,
     to_wire,
 )
-from guided.pools.protocol import EndCause
+from guided.pools.status import EndCause
 from guided.processors.kernel import BitmaskKernel
 from guided.processors.pinned_masks import pin_masks, pinned_end
 from guided.sequence import GuidedSequence
