@@ -259,8 +259,8 @@ class Driver:
 class Session:
     """A connection to the driver, and the actor that was created through it, if any. For one thread.
 
-    See `driver_process.Session`: the engine sends the name of a method and its arguments, and the driver the result, or
-    the error. Both are pickled, over a socket pair that only these two processes have.
+    See `driver_process.DriverSession`: the engine sends the name of a method and its arguments, and the driver the
+    result, or the error. Both are pickled, over a socket pair that only these two processes have.
     """
 
     def __init__(self, connection: Connection[Any, Any], stopping: threading.Event) -> None:
@@ -268,7 +268,7 @@ class Session:
         self._stopping = stopping
 
     def ask(self, action: str, name: str, *arguments: Any) -> Any:
-        """Call a method of `driver_process.Session`. Returns its result.
+        """Call a method of `driver_process.DriverSession`. Returns its result.
 
         Raises:
             PoolUnavailable: Ray did not `action` in time, the driver or the actor has ended, or the method raised.

@@ -67,7 +67,7 @@ def main() -> None:
         return
     first.send((str(context.gcs_address), None))
     for connection in connections:
-        threading.Thread(target=Session(connection).serve, daemon=True).start()
+        threading.Thread(target=DriverSession(connection).serve, daemon=True).start()
     ray.shutdown()  # has no time limit: the engine's process kills this one
 
 
@@ -121,7 +121,7 @@ def _exit_with_raylet(node_id: str) -> None:
             pass
 
 
-class Session:
+class DriverSession:
     """Serves a connection of the engine's process: its public methods, by name. One may create an actor."""
 
     def __init__(self, engine: Connection[Any, Any]) -> None:

@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Grammar:
+class _LoadedGrammar:
     """A grammar, for all sequences that are opened with it."""
 
     loaded: CompiledGrammar | GuidedError | None = None
@@ -81,7 +81,7 @@ class _Slot:
     """An open sequence."""
 
     number: int
-    grammar: _Grammar
+    grammar: _LoadedGrammar
     request_id: str
     seconds: float
     """Seconds of its last mask, or the estimate for the first."""
@@ -132,7 +132,7 @@ class StepServer:
         self._slots: dict[int, _Slot] = {}
         self._wanted: dict[int, _Slot] = {}
         """Slots of which a mask is wanted, in the order of the requests."""
-        self._grammars: dict[int, _Grammar] = {}
+        self._grammars: dict[int, _LoadedGrammar] = {}
         """Grammars that may be opened, or that are being loaded, by number."""
         self._filling: list[_Slot | None] = [None, None]
         """The slots that the first two threads fill."""
@@ -194,7 +194,7 @@ class StepServer:
             loaded = self._load(number, self._receive_grammar())
             self._busy[LOAD] = self._busy[IMPORT] = IDLE
             with self._lock:
-                grammar = self._grammars.setdefault(number, _Grammar())
+                grammar = self._grammars.setdefault(number, _LoadedGrammar())
                 grammar.loaded = loaded
                 if grammar.is_unloaded:
                     del self._grammars[number]
@@ -300,7 +300,7 @@ class StepServer:
                         self._free(slot)
                 case Open() | Edit():
                     if isinstance(request, Open):
-                        grammar = self._grammars.setdefault(request.grammar, _Grammar())
+                        grammar = self._grammars.setdefault(request.grammar, _LoadedGrammar())
                         slot = _Slot(request.slot, grammar, request.request_id, grammar.seconds)
                         self._slots[request.slot] = slot
                     slot = self._slots[request.slot]

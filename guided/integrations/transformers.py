@@ -37,7 +37,7 @@ a beam, it ranks before `generate()`'s empty beams (-1e9)."""
 _ids = count(1 << 40)  # shared by all processors: they may use one pool, together with an engine that counts from 0
 
 
-class _Row(GuidedSequence):
+class _RowSequence(GuidedSequence):
     """The sequence of a row with a constraint."""
 
     output_token_ids: list[int]
@@ -46,9 +46,9 @@ class _Row(GuidedSequence):
     failed = False
     """Whether it has ended without a mask."""
 
-    def copy(self) -> _Row:
+    def copy(self) -> _RowSequence:
         """Return a sequence for another row with the same output."""
-        copy = _Row(self.request_id, next(_ids), [*self.output_token_ids])
+        copy = _RowSequence(self.request_id, next(_ids), [*self.output_token_ids])
         copy.ended = self.ended
         copy.failed = self.failed
         return copy
@@ -109,7 +109,7 @@ class GuidedLogitsProcessor:
         """The prompts and outputs of the last call, `[rows, tokens]`."""
         self._length = 0
         """Number of tokens of the prompts."""
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _RowSequence] = {}
         """The sequences of the rows with a constraint, by index of the row."""
         self._floors = torch.empty((0, 1))
         """`[rows, 1]`: `_FLOOR` for rows with a constraint, -inf for others."""
@@ -167,11 +167,11 @@ class GuidedLogitsProcessor:
         for row in range(rows):
             index = row * prompts // rows  # the rows of a prompt are adjacent
             if self._grammars[index] is not None:
-                self._rows[row] = self._opened(_Row(str(index), next(_ids), []))
+                self._rows[row] = self._opened(_RowSequence(str(index), next(_ids), []))
         floors = [[_FLOOR if row in self._rows else -torch.inf] for row in range(rows)]
         self._floors = torch.tensor(floors, dtype=scores.dtype, device=scores.device)
 
-    def _opened(self, sequence: _Row) -> _Row:
+    def _opened(self, sequence: _RowSequence) -> _RowSequence:
         """Open a sequence in the pool."""
         grammar = self._grammars[int(sequence.request_id)]
         assert grammar is not None
@@ -242,7 +242,7 @@ class GuidedLogitsProcessor:
             if missing:
                 time.sleep(0.001)  # until a worker is up
 
-    def _fail(self, row: int, sequence: _Row, error: GuidedError) -> None:
+    def _fail(self, row: int, sequence: _RowSequence, error: GuidedError) -> None:
         """End a row without a valid mask, or all of them."""
         if not self._end_failed:
             rows = len(self._ids)
@@ -271,7 +271,7 @@ class GuidedLogitsProcessor:
         self._rows.clear()
         self._ids = np.empty((0, 0), np.int64)
 
-    def _free(self, rows: Iterable[_Row]) -> None:
+    def _free(self, rows: Iterable[_RowSequence]) -> None:
         self._pool.free([sequence.sequence_id for sequence in rows])
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ _name = lru_cache(maxsize=4096)(json.loads)
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenValue:
     """An open value."""
 
     part: Part
@@ -70,9 +70,9 @@ class Follower:
 
     def __init__(self, beginnings: Beginnings) -> None:
         self._beginnings = beginnings
-        self._open = [_Open(beginnings.around, False, None, 0, 0, key=-1)]
+        self._open = [_OpenValue(beginnings.around, False, None, 0, 0, key=-1)]
         """Objects and arrays, the innermost last. The first one has the content as its only item."""
-        self._scalar: _Open | None = None
+        self._scalar: _OpenValue | None = None
         """The string, number or literal that is open, if it is validated."""
         self._is_number = False
         """A number or literal is open."""
@@ -168,7 +168,7 @@ class Follower:
             violation = self._violation(
                 "first", self._text[:start] + example, before, [bytes([char]) for char in firsts]
             )
-        value = _Open(part, is_deep, held_from, start, token, first == ord("{"))
+        value = _OpenValue(part, is_deep, held_from, start, token, first == ord("{"))
         if first == ord("["):
             value.key = -1
         if first in b"{[":

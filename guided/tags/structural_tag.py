@@ -187,27 +187,27 @@ _TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _AtLeastOne = Meta(min_length=1)
 _Limit = Annotated[int, Meta(ge=0)] | None
 _Excludes = list[Annotated[str, _AtLeastOne]]
-_Tags = Annotated[list["_Tag"], _AtLeastOne]
+_Tags = Annotated[list["_TagForm"], _AtLeastOne]
 
 
-class _Part(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
+class _Form(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
     """A format of `xgrammar.structural_tag`; its `type` is the tag of the class. Inner formats have the type `Any`."""
 
 
-class _Token(_Part, tag="token"):
+class _TokenForm(_Form, tag="token"):
     token: str | _TokenId
 
 
-_Mark = _Literal | _Token
+_Mark = _Literal | _TokenForm
 
 
-class _Tag(_Part, tag="tag"):
+class _TagForm(_Form, tag="tag"):
     begin: _Mark
     content: Any
     end: _Mark | Annotated[list[_Mark], _AtLeastOne]
 
 
-class _JsonSchema(_Part, tag="json_schema"):
+class _JsonSchemaForm(_Form, tag="json_schema"):
     json_schema: Any
     style: str = "json"
     any_order: bool = False  # the enforced order, that of the schema, is valid in both cases
@@ -215,46 +215,46 @@ class _JsonSchema(_Part, tag="json_schema"):
     excludes: _Excludes = []
 
 
-class _Regex(_Part, tag="regex"):
+class _RegexForm(_Form, tag="regex"):
     pattern: Any
 
 
-class _GrammarText(_Part, tag="grammar"):
+class _GrammarTextForm(_Form, tag="grammar"):
     grammar: Any
 
 
-class _Choice(_Part, tag="choice"):
+class _ChoiceForm(_Form, tag="choice"):
     choice: Any
 
 
-class _JsonObject(_Part, tag="json_object"):
+class _JsonObjectForm(_Form, tag="json_object"):
     pass
 
 
-class _ConstString(_Part, tag="const_string"):
+class _ConstStringForm(_Form, tag="const_string"):
     value: _Literal
 
 
-class _AnyTokens(_Part, tag="any_tokens"):
+class _AnyTokensForm(_Form, tag="any_tokens"):
     exclude_tokens: list[str] = []
     max_tokens: _Limit = None
 
 
-class _AnyText(_Part, tag="any_text"):
+class _AnyTextForm(_Form, tag="any_text"):
     excludes: _Excludes = []
     max_tokens: _Limit = None
     max_chars: None = None
 
 
-class _Sequence(_Part, tag="sequence"):
+class _SequenceForm(_Form, tag="sequence"):
     elements: list[Any]
 
 
-class _Or(_Part, tag="or"):
+class _OrForm(_Form, tag="or"):
     elements: Annotated[list[Any], _AtLeastOne]
 
 
-class _TriggeredTags(_Part, tag="triggered_tags"):
+class _TriggeredTagsForm(_Form, tag="triggered_tags"):
     triggers: Annotated[list[_Trigger], _AtLeastOne]
     tags: _Tags
     at_least_one: bool = False
@@ -262,7 +262,7 @@ class _TriggeredTags(_Part, tag="triggered_tags"):
     excludes: _Excludes = []
 
 
-class _TokenTriggeredTags(_Part, tag="token_triggered_tags"):
+class _TokenTriggeredTagsForm(_Form, tag="token_triggered_tags"):
     trigger_tokens: Annotated[list[str | _TokenId], _AtLeastOne]
     tags: _Tags
     at_least_one: bool = False
@@ -270,32 +270,32 @@ class _TokenTriggeredTags(_Part, tag="token_triggered_tags"):
     exclude_tokens: Annotated[list[Any], Meta(max_length=0)] = []  # xgrammar's option is not supported
 
 
-class _TagsWithSeparator(_Part, tag="tags_with_separator"):
+class _TagsWithSeparatorForm(_Form, tag="tags_with_separator"):
     tags: _Tags
     separator: _Literal
     at_least_one: bool = False
     stop_after_first: bool = False
 
 
-class _Optional(_Part, tag="optional"):
+class _OptionalForm(_Form, tag="optional"):
     content: Any
 
 
-class _Plus(_Part, tag="plus"):
+class _PlusForm(_Form, tag="plus"):
     content: Any
 
 
-class _Star(_Part, tag="star"):
+class _StarForm(_Form, tag="star"):
     content: Any
 
 
-class _Repeat(_Part, tag="repeat"):
+class _RepeatForm(_Form, tag="repeat"):
     content: Any
     min: Annotated[int, Meta(ge=0)]
     max: Annotated[int, Meta(ge=-1)]
 
 
-class _Dispatch(_Part, tag="dispatch"):
+class _DispatchForm(_Form, tag="dispatch"):
     rules: Annotated[list[tuple[_Trigger, Any]], _AtLeastOne]
     loop: bool = True
     excludes: _Excludes = []
@@ -320,7 +320,7 @@ class _Older(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["structural_tag"] = "structural_tag"
 
 
-_Format: Any = Union[*_Part.__subclasses__()]
+_Format: Any = Union[*_Form.__subclasses__()]
 _MAX_COMPARED = 10**8
 """Maximum number of characters in which triggers are searched, which takes half a second if triggers begin alike."""
 
@@ -339,43 +339,43 @@ class _NodeBuilder:
             raise ConstraintTooLarge(message, param=self._param)
         form = _convert(value, _Format, at, self._param)
         match form:
-            case _JsonSchema():
+            case _JsonSchemaForm():
                 return self._schema(form, at)
-            case _GrammarText():
+            case _GrammarTextForm():
                 return Content("grammar", form.grammar, f"{at}/grammar")
-            case _Choice():
+            case _ChoiceForm():
                 return Content("choice", form.choice, f"{at}/choice")
-            case _Regex():
+            case _RegexForm():
                 return Content("regex", form.pattern, f"{at}/pattern")
-            case _JsonObject():
+            case _JsonObjectForm():
                 return Content("json_object", None, at)
-            case _ConstString():
+            case _ConstStringForm():
                 return Text(form.value)
-            case _AnyText():
+            case _AnyTextForm():
                 return FreeText(self._distinct(form.excludes), form.max_tokens)
-            case _AnyTokens():  # special tokens, which are not text, are excluded
+            case _AnyTokensForm():  # special tokens, which are not text, are excluded
                 return FreeText(self._distinct(form.exclude_tokens), form.max_tokens)
-            case _Token():
+            case _TokenForm():
                 return Token(form.token)
-            case _Sequence():
+            case _SequenceForm():
                 return Series(tuple(self._nodes(form.elements, f"{at}/elements", depth)))
-            case _Or():
+            case _OrForm():
                 return self._either(self._nodes(form.elements, f"{at}/elements", depth))
-            case _Tag():
+            case _TagForm():
                 return Series(self._tag(form, at, depth))
-            case _TriggeredTags() | _TokenTriggeredTags():
+            case _TriggeredTagsForm() | _TokenTriggeredTagsForm():
                 return self._triggered_tags(form, at, depth)
-            case _TagsWithSeparator():
+            case _TagsWithSeparatorForm():
                 return self._separated_tags(form, at, depth)
-            case _Dispatch():
+            case _DispatchForm():
                 return self._dispatch(form, at, depth)
-            case _Optional():
+            case _OptionalForm():
                 return self._times(form.content, 0, 1, at, depth)
-            case _Plus():
+            case _PlusForm():
                 return self._times(form.content, 1, -1, at, depth)
-            case _Star():
+            case _StarForm():
                 return self._times(form.content, 0, -1, at, depth)
-            case _Repeat():
+            case _RepeatForm():
                 return self._times(form.content, form.min, form.max, at, depth)
         raise AssertionError(f"{type(form).__name__} is no format")
 
@@ -391,7 +391,7 @@ class _NodeBuilder:
             return Times(item, low, None)
         return Times(item, low, high)
 
-    def _separated_tags(self, form: _TagsWithSeparator, at: str, depth: int) -> Node:
+    def _separated_tags(self, form: _TagsWithSeparatorForm, at: str, depth: int) -> Node:
         tags = enumerate(form.tags)
         option = self._either([Series(self._tag(tag, f"{at}/tags/{index}", depth + 1)) for index, tag in tags])
         several = option
@@ -401,7 +401,7 @@ class _NodeBuilder:
             return several
         return Times(several, 0, 1)
 
-    def _dispatch(self, form: _Dispatch, at: str, depth: int) -> Node:
+    def _dispatch(self, form: _DispatchForm, at: str, depth: int) -> Node:
         self._count(len(form.rules))
         rules = [
             (Text(trigger), self.node(rule, f"{at}/rules/{index}/1", depth + 1))
@@ -409,7 +409,7 @@ class _NodeBuilder:
         ]
         return self._checked(Dispatch(tuple(rules), form.loop, self._distinct(form.excludes)), at)
 
-    def _schema(self, form: _JsonSchema, at: str) -> Node:
+    def _schema(self, form: _JsonSchemaForm, at: str) -> Node:
         if form.style not in ("json", *STYLES):
             raise self._invalid(f"there is no style {bounded(form.style, 60)!r}: {', '.join(STYLES)}", f"{at}/style")
         if form.excludes and form.style == "json":
@@ -423,7 +423,7 @@ class _NodeBuilder:
     def _nodes(self, values: Sequence[Any], at: str, depth: int) -> list[Node]:
         return [self.node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]
 
-    def _tag(self, tag: _Tag, at: str, depth: int) -> tuple[Text | Token, Node]:
+    def _tag(self, tag: _TagForm, at: str, depth: int) -> tuple[Text | Token, Node]:
         """Return the begin of a tag, and the node of its content and end."""
         content = self.node(tag.content, f"{at}/content", depth + 1)
         ends = tag.end
@@ -433,11 +433,11 @@ class _NodeBuilder:
             content = Series((content, self._either([_mark(end) for end in ends])))
         return _mark(tag.begin), content
 
-    def _triggered_tags(self, form: _TriggeredTags | _TokenTriggeredTags, at: str, depth: int) -> Node:
+    def _triggered_tags(self, form: _TriggeredTagsForm | _TokenTriggeredTagsForm, at: str, depth: int) -> Node:
         tags = [self._tag(tag, f"{at}/tags/{index}", depth + 1) for index, tag in enumerate(form.tags)]
         triggers: list[Text | Token]
         excludes: tuple[str, ...] = ()
-        if isinstance(form, _TriggeredTags):
+        if isinstance(form, _TriggeredTagsForm):
             triggers = [*map(Text, form.triggers)]
             excludes = self._distinct(form.excludes)
         else:
@@ -507,11 +507,11 @@ def _convert(value: Any, kind: Any, at: str, param: str) -> Any:
         message = bounded(parts[1])
         pointer = at + re.sub(r"[.\[](\w+)\]?", r"/\1", parts[2] or "")
         if message.startswith("Invalid value") and kind is _Format:
-            message += f"; there are {', '.join(str(form.__struct_config__.tag) for form in _Part.__subclasses__())}"
+            message += f"; there are {', '.join(str(form.__struct_config__.tag) for form in _Form.__subclasses__())}"
         raise InvalidConstraint(message, param=param, pointer=pointer) from None
 
 
-def _mark(mark: str | _Token) -> Text | Token:
+def _mark(mark: str | _TokenForm) -> Text | Token:
     if isinstance(mark, str):
         return Text(mark)
     return Token(mark.token)

@@ -243,7 +243,7 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
     }
 
 
-class _Kind(NamedTuple):
+class _ItemKind(NamedTuple):
     """The form of the items of one kind."""
 
     item: dict[str, Any]
@@ -261,10 +261,10 @@ class _Kind(NamedTuple):
 _TEXT = {"type": "output_text", "annotations": []}
 _THOUGHT = {"type": "reasoning_text"}
 _KINDS = {
-    "text": _Kind({"type": "message", "role": "assistant"}, "msg", "response.output_text", _TEXT),
-    "reasoning": _Kind({"type": "reasoning", "summary": []}, "rs", "response.reasoning_text", _THOUGHT),
-    "call": _Kind({"type": "function_call"}, "fc", "response.function_call_arguments", field="arguments"),
-    "custom": _Kind({"type": "custom_tool_call"}, "ctc", "response.custom_tool_call_input", field="input"),
+    "text": _ItemKind({"type": "message", "role": "assistant"}, "msg", "response.output_text", _TEXT),
+    "reasoning": _ItemKind({"type": "reasoning", "summary": []}, "rs", "response.reasoning_text", _THOUGHT),
+    "call": _ItemKind({"type": "function_call"}, "fc", "response.function_call_arguments", field="arguments"),
+    "custom": _ItemKind({"type": "custom_tool_call"}, "ctc", "response.custom_tool_call_input", field="input"),
 }
 """Kind of the piece that begins an item -> kind of the item."""
 
@@ -369,7 +369,7 @@ class _ResponseAnswer(PartsAnswer):
         return len(completion.token_ids)
 
     @property
-    def _kind(self) -> _Kind:
+    def _kind(self) -> _ItemKind:
         return _KINDS[self.open or "text"]
 
     def _about_item(self, event: str, **fields: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class StepClock:
 
 
 @dataclass(slots=True)
-class _Step:
+class _BitmaskStep:
     """The lines of one step's bitmask: for each request one per draft token, one more, and unused ones."""
 
     drafts: list[tuple[str, list[int]]]
@@ -116,7 +116,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self.clock = StepClock()
         self.missing: list[str] = []
         """The ids of requests without a mask in this step. Their tokens must be discarded."""
-        self._step: _Step | None = None
+        self._step: _BitmaskStep | None = None
         """The step that is being prepared: its masks are being computed."""
         config = vllm_config.scheduler_config
         base = config.get_scheduler_cls()
@@ -229,9 +229,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     def prepare(
         self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]
-    ) -> _Step:
+    ) -> _BitmaskStep:
         """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
-        self._step = step = _Step([(request_id, list(drafts.get(request_id, ()))) for request_id in request_ids])
+        self._step = step = _BitmaskStep([(request_id, list(drafts.get(request_id, ()))) for request_id in request_ids])
         for number, (request_id, given) in enumerate(step.drafts):
             guided = self._guided.get(request_id)
             if guided is None:  # it is over, and vLLM still transfers its blocks
