@@ -99,8 +99,6 @@ class LLMEngine:
         self.texts = admission.texts
         self.admit = admission.admit
         """Check a request and tokenize its prompt, without queueing it. Call it from any thread."""
-        self._prepared: Batch | None = None
-        """The step that was prepared and not applied yet."""
         self._preparing = 0.0
         """Seconds that the last `prepare` took."""
 
@@ -180,9 +178,6 @@ class LLMEngine:
             if sequence in self.scheduler.running:
                 sequence.computed = 0
                 self.scheduler.preempt(sequence)
-        if self._prepared is not None:  # the post-processor expects an `apply` for it
-            width = self.model.vocabulary.padded_vocab_size
-            self.apply(torch.zeros(len(self._prepared.sequences), width), self._prepared)
 
     def schedule(self) -> Batch:
         """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run. Late ones
@@ -201,7 +196,6 @@ class LLMEngine:
         """Ask the post-processor for the masks of constrained rows, and announce the batch to the logits processors."""
         if batch.processed:
             started = time.perf_counter()
-            self._prepared = batch
             self.processor.prepare(batch.processed, batch.processed_rows, batch.number)
             self._preparing = time.perf_counter() - started
             self.stats.prepare_seconds += self._preparing
@@ -223,7 +217,6 @@ class LLMEngine:
         if not batch.processed:
             return ApplyReport()
         report = self.processor.apply(logits, max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step))
-        self._prepared = None
         self.stats.note_masks(report)
         for details in batch.details:
             details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds

@@ -6,9 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
-from guided.bitmask import words
 from guided.processors.guided_processor import GuidedProcessor
 from guided.processors.logit_post_processor import ApplyReport
 from guided.sequence import GuidedSequence
@@ -53,12 +50,7 @@ def decode_step(
     if logits_rows is None:
         logits_rows = range(len(sequences))
     processor.prepare(sequences, logits_rows)
-    try:
-        logits = forward()
-    except BaseException:  # each `prepare` is followed by one `apply` or `collect`
-        rows = 1 + max(logits_rows, default=-1)
-        processor.collect(np.empty((rows, words(processor.vocabulary.padded_vocab_size)), np.int32), 0.0)
-        raise
+    logits = forward()
     report = processor.apply(logits, deadline)
     step = DecodeStep([int(token) for token in sample(logits)], report)
     for row, sequence in zip(logits_rows, sequences, strict=True):

@@ -59,8 +59,6 @@ class GuidedProcessor(LogitPostProcessor):
     def prepare(
         self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
     ) -> None:
-        if self._prepared is not None:
-            raise RuntimeError("prepare() was called twice without apply() between")
         if batch is None or batch != self._batch:
             self._open(sequences)
             if logits_rows is None:

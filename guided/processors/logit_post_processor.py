@@ -107,7 +107,7 @@ class LogitPostProcessor:
     def prepare(
         self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
     ) -> None:
-        """Start one step; return in microseconds. `apply` follows.
+        """Start one step; return in microseconds. `apply` follows, or another `prepare` if the step is given up.
 
         Args:
             sequences: the sequences of the batch, each at most once.
@@ -119,7 +119,6 @@ class LogitPostProcessor:
             ValueError: a sequence's request is not initialized, its grammar is still being compiled, or its id is used
                 twice. Nothing was sent.
             GuidedError: the compilation of its grammar failed.
-            RuntimeError: `apply` has not followed the last `prepare`.
         """
 
     def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport | None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.bitmask import pack, words
+from guided.bitmask import pack
 from guided.errors import GuidedError, InternalError, TokenRejected, bounded
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.pools.protocol import Grammar, MaskPool
@@ -98,8 +98,6 @@ class Masker:
         """The sequences of the last step, and their lines."""
         self._number = 0
         """The number of this batch."""
-        self._in_step = False
-        """Whether the processor has a prepared step."""
 
     def begin(self, request: GuidedRequest, params: str | None) -> None:
         """Add a request, and compile its constraint. From any thread.
@@ -124,7 +122,7 @@ class Masker:
     def end(self, request: GuidedRequest) -> None:
         """Remove a request: close its matchers and free its grammar. Idempotent."""
         self.requests.pop(request.request_id, None)
-        self._discard_step()
+        self._prepared = {}  # a prepared step is given up
         request.late.clear()
         try:
             self._processor.free(request.request_id)
@@ -141,7 +139,6 @@ class Masker:
 
     def prepare(self, rows: Sequence[GuidedRow]) -> None:
         """Start to compute the masks of `rows`, but for known late ones. `collect` or another `prepare` follows."""
-        self._discard_step()
         self._rows = rows
         self._discarded = set()
         self._prepared = {}
@@ -168,7 +165,6 @@ class Masker:
             self._batch = batch
             self._number += 1
         self._processor.prepare(*batch, self._number)
-        self._in_step = True
 
     def _sequence(self, row: GuidedRow) -> GuidedSequence:
         """Return the sequence of a row, with its current tokens."""
@@ -193,8 +189,7 @@ class Masker:
         Returns:
             The lines after a stop token or an invalid draft token. vLLM samples nothing from them.
         """
-        if self._in_step:
-            self._in_step = False
+        if self._prepared:
             try:
                 self._record_report(self._processor.collect(bitmask, deadline, patience))
             except Exception as error:
@@ -225,20 +220,12 @@ class Masker:
 
     def decided(self) -> set[int]:
         """Return the ids of late sequences that are decided: their masks are ready, or they failed."""
-        self._discard_step()
         late = [sequence_id for request in self.requests.values() for sequence_id in request.late]
         return set(self._processor.decided(late))
-
-    def _discard_step(self) -> None:
-        """Finish a prepared step that the engine does not use."""
-        if self._in_step:
-            width = words(self._vocabulary.padded_vocab_size)
-            self.collect(np.empty((1 + max(row.line for row in self._rows), width), np.int32), 0.0)
-            self._prepared = {}
 
     def _fail_rows(self, error: Exception) -> None:
         """Fail this step's requests after an unexpected error."""
         _log.error("masks can't be computed", exc_info=error)
-        self._in_step = False
+        self._prepared = {}
         for row in self._rows:
             self.fail(row.request, error)
