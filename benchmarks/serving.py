@@ -3,8 +3,9 @@
 Clients keep `--concurrency` streamed chat requests in flight. They run on the same machine and share its cores. None or
 all of the requests have a JSON Schema (16 different ones), and every answer has the same number of tokens. The servers
 are `guided serve` with each pool and, with `--vllm-python`, vLLM's CPU build with its guidance backend. All serve the
-embedded model, or the checkpoint of `--model`, with the same number of threads, and take turns. Reported are requests/s, tokens/s, time to first token (TTFT), time per output token
-after it (TPOT) and the time between two chunks of a stream (ITL). Writes serving.{json,png}.
+embedded model, or the checkpoint of `--model`, with as many threads, and take turns. Reported are requests/s,
+tokens/s, time to first token (TTFT), time per output token after it (TPOT) and the time between two chunks of a stream
+(ITL). Writes serving.{json,png}.
 """
 
 from __future__ import annotations
