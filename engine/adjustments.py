@@ -105,6 +105,11 @@ class Adjustments:
             restriction.apply(logits[row], batch.sequences[row].output_token_ids)
         return logits
 
+    def reads(self, batch: Batch) -> bool:
+        """Return whether `report` reads from the device."""
+        rows = batch.plan(_Rows)
+        return bool(self._measured or rows.with_logprobs or rows.searched or batch.beams)
+
     def report(self, output: SamplerOutput, logits: Tensor, batch: Batch) -> None:
         """Add to a step's output what requests want to know of it. `logits` are masked."""
         rows = batch.plan(_Rows)

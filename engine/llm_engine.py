@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,7 +230,7 @@ class LLMEngine:
         failed = self.logits_processors.failed
         if report.failed or report.late or report.vetoes or failed or batch.beams:
             unsampled = self.edits.leave_out(batch, report, failed)
-        sampled = self.sampler.sample(logits, batch, unsampled)
+        sampled = self.sampler.sample(logits, batch, unsampled, partial(self.runner.launch_next, batch))
         for row, (_, kept_mass) in sampled.measured.items():
             if batch.sequences[row].params.constraint is not None:
                 self.stats.note_kept_mass(kept_mass)

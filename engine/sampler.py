@@ -7,6 +7,7 @@ temperature, min_p, argmax-invariant custom processors, top_k and top_p, and dra
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from engine.adjustments import Adjustments
 from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
 from engine.step.logprobs import TokenLogprobs
 from engine.step.scheduler import Batch
+from guided.processors.kernel import end_of_work
 from guided.sequence import SequenceOutput
 
 _BLOCK = 1024
@@ -61,15 +63,25 @@ class Sampler:
         self.adjust = self._adjustments.apply
         """Compute the adjusted logits of a batch."""
 
-    def sample(self, logits: Tensor, batch: Batch, unsampled: frozenset[int] = frozenset()) -> SamplerOutput:
+    def sample(
+        self,
+        logits: Tensor,
+        batch: Batch,
+        unsampled: frozenset[int] = frozenset(),
+        launch: Callable[[Tensor], None] | None = None,
+    ) -> SamplerOutput:
         """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`. The random generators of
-        `unsampled` rows do not advance."""
+        `unsampled` rows do not advance. `launch` gets the tokens on the device, int64 `[rows]`, before the host waits
+        for them, unless the host reads more of this step than its tokens."""
         best, chosen = logits.max(-1)
         is_finite = best.isfinite()
         if batch.random:
             best, chosen = self._draw(logits, best, chosen, batch, unsampled)
             is_finite &= best.isfinite()
-        token_ids, finite = torch.stack((chosen, is_finite)).tolist()  # the step's one synchronisation
+        read = _start_reading(torch.stack((chosen, is_finite)))
+        if launch is not None and not unsampled and not self._adjustments.reads(batch):
+            launch(chosen)
+        token_ids, finite = read()  # the step's one synchronisation
         output = SamplerOutput(token_ids, unsampled)
         output.broken = [row for row, finite_row in enumerate(finite) if not finite_row and row not in unsampled]
         self._adjustments.report(output, logits, batch)
@@ -101,6 +113,20 @@ class Sampler:
             return logits.index_copy(0, random, scaled)
 
         return self.processors.run(self.processors.after, whole(), batch, whole)[random]
+
+
+def _start_reading(values: Tensor) -> Callable[[], list[list[int]]]:
+    """Start a copy to the host. The function that is returned waits for it, but not for what is launched later."""
+    if not values.is_cuda:
+        return values.tolist
+    copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    done = end_of_work(values)
+
+    def read() -> list[list[int]]:
+        done.synchronize()
+        return copied.tolist()
+
+    return read
 
 
 class _Distribution:

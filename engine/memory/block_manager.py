@@ -128,6 +128,25 @@ class BlockManager:
         blocks[index] = target
         return source, target
 
+    def extend(self, positions: Mapping[int, int]) -> bool:
+        """Make a slot of each sequence, the last or next one, writable. Returns False, and changes nothing, if a block
+        would have to be copied, or there is none for it."""
+        missing: list[int] = []
+        for seq_id, position in positions.items():
+            blocks = self._blocks[seq_id]
+            index = position // self.block_size
+            if index == len(blocks):
+                missing.append(seq_id)
+            elif self._count[blocks[index]] > 1:
+                return False
+            if index == self.tables.shape[1]:
+                return False
+        if len(missing) > len(self._free):
+            return False
+        for seq_id in missing:
+            self.append_slot(seq_id, positions[seq_id])
+        return True
+
     def take_over(self, parents: Mapping[int, int]) -> None:
         """Let each sequence continue the output of its parent, all at once: a parent may be a child of another."""
         self._share(parents)

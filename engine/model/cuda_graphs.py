@@ -136,12 +136,13 @@ class DecodeGraphs:
         for kept, output in zip(self._outputs, self._forward(inputs, tables), strict=True):
             kept[: len(output)].copy_(output)
 
-    def run(self, columns: NDArray[np.int64], tables: NDArray[np.int64]) -> Outputs:
+    def run(self, columns: NDArray[np.int64], tables: NDArray[np.int64], tokens: Tensor | None = None) -> Outputs:
         """Run a decode step. Its outputs are overwritten by the next one.
 
         Args:
             columns: the inputs, int64 `[height, rows]`.
             tables: blocks of each row, int64 `[rows, up to max_blocks]`, padded with any valid block.
+            tokens: int64 `[rows]`, on the device: replaces the first line of `columns`.
         """
         rows, width = tables.shape
         graph, inputs = self._graphs[min(size for size in self._graphs if size >= rows)]
@@ -151,6 +152,8 @@ class DecodeGraphs:
         staged[:, :rows] = torch.from_numpy(columns)
         staged[:, rows:] = self._padding
         inputs.copy_(staged, non_blocking=True)
+        if tokens is not None:
+            inputs[0, :rows] = tokens
         staged = buffer[inputs.numel() :][: rows * width].view(rows, width)
         staged.copy_(torch.from_numpy(tables))
         self._tables[:rows, :width].copy_(staged, non_blocking=True)

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 from collections.abc import Sequence as Tokens
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,8 +46,9 @@ def read_batch(batch: Batch, blocks: BlockManager, has_states: bool) -> list[Pag
     return steps
 
 
-def _read(chunks: list[Chunk], decodes: list[Sequence], blocks: BlockManager) -> PagedContext:
-    """Read the tokens, blocks and slots of one forward pass."""
+def _read(chunks: list[Chunk], decodes: list[Sequence], blocks: BlockManager, ahead: int = 0) -> PagedContext:
+    """Read the tokens, blocks and slots of one forward pass. With `ahead`, the places of the decodes are those of
+    tokens that so many tokens later are their last."""
     tokens: list[int] = []
     places: list[NDArray[np.int64]] = []
     prefills: list[Prefill] = []
@@ -57,7 +59,7 @@ def _read(chunks: list[Chunk], decodes: list[Sequence], blocks: BlockManager) ->
         prefills.append((start, len(tokens), chunk.start))
     counts = [end - start for start, end, _ in prefills] + [1] * len(decodes)
     tokens += [sequence.last_token for sequence in decodes]
-    places.append(np.array([sequence.length - 1 for sequence in decodes], np.int64))
+    places.append(np.array([sequence.length - 1 + ahead for sequence in decodes], np.int64))
     positions = np.concatenate(places)
     block, offset = np.divmod(positions, blocks.block_size)
     decoding = [blocks.rows[sequence.seq_id] for sequence in decodes]
@@ -66,6 +68,24 @@ def _read(chunks: list[Chunk], decodes: list[Sequence], blocks: BlockManager) ->
     state_slots = [blocks.rows[sequence.seq_id] for chunk in chunks for sequence in chunk.sequences] + decoding
     tables = blocks.tables[rows, : block.max() + 1]
     return PagedContext(np.stack([tokens, positions, slots]), prefills, tables, state_slots=state_slots)
+
+
+class _NextStep(NamedTuple):
+    """A decode step that was launched before its tokens were appended to its sequences."""
+
+    states: dict[Sequence, tuple[int, int, int]]
+    """For each sequence: its row, and its length and number of edits if it goes on with the token of the step."""
+    outputs: Outputs
+
+    def rows(self, decodes: list[Sequence]) -> list[int] | None:
+        """Return the rows of these sequences. None: one goes on with another token."""
+        rows: list[int] = []
+        for sequence in decodes:
+            row, *state = self.states.get(sequence, (0, 0, 0))
+            if state != [sequence.length, sequence.edits]:
+                return None
+            rows.append(row)
+        return rows
 
 
 class ModelRunner:
@@ -81,6 +101,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._replayed: Outputs | None = None
         """The outputs of the last step, if a graph has computed them."""
+        self._next: _NextStep | None = None
 
     @torch.inference_mode()
     def start(self, blocks: BlockManager) -> None:
@@ -131,18 +152,57 @@ class ModelRunner:
         there is none, and the result is empty."""
         if not batch.computes:
             return torch.empty(0, dtype=self._model.dtype, device=self._model.device)
+        step = self._next
+        self._next = None
+        if step is not None and batch.decodes and not batch.copies:
+            rows = step.rows(batch.decodes)
+            if rows is not None:
+                return self._take(step, rows, batch)
         return self._execute(read_batch(batch, self.blocks, self._model.layout is not None))
+
+    def _take(self, step: _NextStep, rows: list[int], batch: Batch) -> Tensor:
+        """Take the rows of the batch's decodes from a step that was launched, and compute the prefills."""
+        outputs = step.outputs
+        if rows != list(range(len(step.states))):
+            index = torch.tensor(rows).to(self._model.device, non_blocking=True)
+            outputs = tuple(output.index_select(0, index) for output in outputs)
+        if batch.prefills:
+            return torch.cat([self._execute([_read(batch.prefills, [], self.blocks)]), outputs[0]])
+        self._replayed = outputs
+        return outputs[0]
+
+    def launch_next(self, batch: Batch, tokens: Tensor) -> None:
+        """Launch the decode step after this batch while the host does not know the tokens yet. `execute` takes its
+        outputs for sequences that go on with these tokens.
+
+        Does nothing without a graph, with recurrent layers (a state that has seen a token does not forget it), or if a
+        block would have to be copied.
+
+        Args:
+            tokens: the sampled token of each row, int64 `[rows]`, on the device.
+        """
+        sequences = batch.sequences
+        if self._graphs is None or self._model.layout is not None:
+            return
+        if self.blocks.extend({sequence.seq_id: sequence.length for sequence in sequences}):
+            states = {sequence: (row, sequence.length + 1, sequence.edits) for row, sequence in enumerate(sequences)}
+            batch.hidden = batch.hidden.clone()  # an edit may still sample a row again
+            self._next = _NextStep(states, self._replay(_read([], sequences, self.blocks, ahead=1), tokens))
 
     def _execute(self, steps: list[PagedContext]) -> Tensor:
         self._replayed = None
         first = steps[0]
         if self._graphs is not None and len(steps) == 1 and not first.prefills:
             first.copy(self._cache)
-            columns = np.concatenate([first.packed, np.array([first.state_slots])])
-            self._replayed = self._graphs.run(columns, first.tables)
+            self._replayed = self._replay(first)
             return self._replayed[0]
         with self._everywhere(steps):
             return run_steps(steps, self._model, self._cache)
+
+    def _replay(self, step: PagedContext, tokens: Tensor | None = None) -> Outputs:
+        assert self._graphs is not None
+        columns = np.concatenate([step.packed, np.array([step.state_slots])])
+        return self._graphs.run(columns, step.tables, tokens)
 
     def select(self, hidden: Tensor, rows: list[int] | None, kept: Tokens[Sequence] = ()) -> Tensor:
         """Return these rows of the step's hidden states, or all, and the ones that sequences have kept: `[rows,
