@@ -36,7 +36,6 @@ class _Rows:
     """The rows of a batch that each adjustment is for."""
 
     def __init__(self, batch: Batch) -> None:
-        self.constrained = batch.rows(lambda params: params.constraint is not None)
         self.penalised = batch.rows(lambda params: params.logit_bias or params.min_tokens or params.has_penalties)
         self.with_logprobs: list[int] = []
         self.with_masked_logprobs: list[int] = []
@@ -78,7 +77,7 @@ class Adjustments:
         suppression and restrictions. It is called again if a custom processor raises after it has changed some."""
         logits = compute()
         rows = batch.plan(_Rows)
-        self._copy_measured(logits, rows)
+        self._copy_measured(logits, batch, rows.measured)
         if rows.with_logprobs:
             self._raw = logits[rows.with_logprobs].log_softmax(-1)
         penalties = None
@@ -143,13 +142,14 @@ class Adjustments:
             if stops[row] and row not in unsampled:
                 places.add(batch.sequences[row].num_output_tokens)
 
-    def _copy_measured(self, logits: Tensor, rows: _Rows) -> None:
+    def _copy_measured(self, logits: Tensor, batch: Batch, measured: list[int]) -> None:
         """Copy the model's logits of the rows with masks that are measured in this step."""
         self._steps += 1
-        self._measured = rows.measured
+        self._measured = measured
         if self._steps % PROBE_STEPS == 0:
-            step = max(1, len(rows.constrained) // _PROBE_ROWS)
-            self._measured = sorted({*rows.measured, *rows.constrained[::step]})
+            constrained = batch.rows(lambda params: params.constraint is not None)
+            step = max(1, len(constrained) // _PROBE_ROWS)
+            self._measured = sorted({*measured, *constrained[::step]})
         if self._measured:
             self._unmasked = logits[self._measured]
 

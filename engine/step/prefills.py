@@ -32,16 +32,16 @@ class Chunk:
         are wanted. Row `row + first - 1 - start` predicts `first`."""
         sequence = self.sequences[0]
         num_prompt = len(sequence.prompt_token_ids)
+        wanted: list[tuple[int, int]] = []
         if sequence.params.prompt_logprobs is not None:
-            known = len(sequence.group.prompt_logprobs)
-            last = min(self.end + 1, num_prompt)
-            if known < last:
-                yield known, last
+            wanted.append((len(sequence.group.prompt_logprobs), num_prompt))
         if sequence.has_unscored_tokens:
-            known = num_prompt + sequence.record.num_scored(sequence.num_output_tokens)
-            last = min(self.end + 1, sequence.length)
-            if known < last:
-                yield known, last
+            num_scored = sequence.record.num_scored(sequence.num_output_tokens)
+            wanted.append((num_prompt + num_scored, sequence.length))
+        for first, end in wanted:
+            last = min(self.end + 1, end)
+            if first < last:
+                yield first, last
 
 
 class Prefills:

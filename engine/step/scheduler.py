@@ -194,8 +194,8 @@ class Scheduler:
         done = 0
         while done < len(self.running):
             sequence = self.running[done]
+            done += 1
             if sequence in busy:
-                done += 1
                 continue
             if sequence.computed % block_size == 0:
                 self.blocks.note_content(sequence.seq_id, sequence.computed, sequence.span)
@@ -206,9 +206,7 @@ class Scheduler:
                         copies.append(copy)
             except MemoryError:
                 self.preempt(self.running[-1])
-                done = min(done, len(self.running))
-                continue
-            done += 1
+                done -= 1
         return copies
 
     def _advance(self, late: set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:

@@ -48,8 +48,6 @@ class InlinePool:
         """The open sequences, by id. It is also the worker's slot."""
         self._step: Sequence[GuidedSequence] = ()
         self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
-        self._runs: NDArray[np.int32] = np.empty((0, MAX_FORCED_TOKENS), np.int32)
-        self._seconds: NDArray[np.float32] = np.empty(0, np.float32)
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         return self._cache.get(constraint, backends, partial(self._compile, constraint, backends))
@@ -104,29 +102,29 @@ class InlinePool:
         self._step = ()
         if len(self._masks) < len(sequences):
             self._masks = np.empty((2 * len(sequences), self._masks.shape[1]), np.int32)
-            self._runs = np.full((len(self._masks), MAX_FORCED_TOKENS), -1, np.int32)
-            self._seconds = np.zeros(len(self._masks), np.float32)
+        runs = np.empty((len(sequences), MAX_FORCED_TOKENS), np.int32)
+        seconds = np.zeros(len(sequences), np.float32)
         step = StepMasks()
         started = time.perf_counter()
         ready: list[int] = []
         for row, sequence in enumerate(sequences):
             began = time.perf_counter()
             error = self._fill(sequence, self._masks[row])
-            self._seconds[row] = time.perf_counter() - began
+            seconds[row] = time.perf_counter() - began
             if error is None:
                 ready.append(row)
                 vetoed = self._worker.vetoed.get(sequence.sequence_id)
                 if vetoed is not None:
                     step.note(row, sequence, vetoed.report())
                 if self._forced_tokens:
-                    self._worker.look_ahead(sequence.sequence_id, self._masks[row], self._runs[row])
+                    self._worker.look_ahead(sequence.sequence_id, self._masks[row], runs[row])
             else:
                 step.failed[row] = error
         if sequences:
             rows = np.array(ready, np.intp)
             if self._forced_tokens:
-                step.forced = forced_runs(self._runs[rows], rows)
-            step.ready.append(ReadyMasks(self._masks, rows, rows, self._seconds))
+                step.forced = forced_runs(runs[rows], rows)
+            step.ready.append(ReadyMasks(self._masks, rows, rows, seconds))
             step.seconds = time.perf_counter() - started
         return step
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from guided.pools.protocol import MaskPool, StepMasks
-from guided.processors.kernel import end_of_work
+from guided.processors.cuda_kernel import end_of_work
 from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:
