@@ -1,10 +1,11 @@
-"""Measure what guided requests cost at the HTTP server, and beside vLLM's: `python -m benchmarks.serving`.
+"""Measure the cost of guided requests at the HTTP server, beside vLLM's: `python -m benchmarks.serving`.
 
-Clients keep `--concurrency` streamed chat requests in flight. They run on the same machine and share its cores. None or
-all of the requests have a JSON Schema (16 different ones), and every answer has the same number of tokens. The servers
-are `guided serve` with each pool and, with `--vllm-python`, vLLM's CPU build with its guidance backend. All serve the
-embedded model, or the checkpoint of `--model`, with the same number of threads, and take turns. Reported are requests/s, tokens/s, time to first token (TTFT), time per output token
-after it (TPOT) and the time between two chunks of a stream (ITL). Writes serving.{json,png}.
+Clients keep `--concurrency` streamed chat requests in flight, on the machine and the cores of the server. None or all
+of the requests have a JSON Schema (16 different ones), and every answer has the same number of tokens. The servers are
+`guided serve` with each pool and, with `--vllm-python`, vLLM's CPU build with its guidance backend. They take turns,
+and serve the embedded model, or the checkpoint of `--model`, with the same number of threads. Reported are requests/s,
+tokens/s, time to first token (TTFT), time per output token after it (TPOT), and the time between two chunks of a stream
+(ITL). Writes serving.{json,png}.
 """
 
 from __future__ import annotations
