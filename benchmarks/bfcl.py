@@ -1,15 +1,15 @@
-"""Are functions as users write them accepted, are the right calls allowed, are there unknown arguments?
+"""Check functions as users write them: are they accepted, are the right calls allowed, are there unknown arguments?
 
     pip download --no-deps bfcl-eval && unzip bfcl_eval-*.whl 'bfcl_eval/data/*'
     python -m benchmarks.bfcl --data bfcl_eval/data
 
 The Berkeley Function Calling Leaderboard (BFCL v4) has questions with functions, and the right calls. The functions are
-converted as its OpenAI handler does (`convert_to_tool`; without the hints that make all arguments of Java and
-JavaScript strings, because the right calls have other values). Functions of conversations are one question for each of
-its documents. For each question, the calls are built and compiled as the server does for `tool_choice: "required"`.
-Each right call, as JSON with its arguments in the schema's order, is replayed token by token on the constraint of its
-function. Then a server with the embedded model answers some of the questions with a call, and arguments are counted
-that the function does not name. Prints a table. Writes bfcl.json. Exit status 1 if a question is refused.
+converted as BFCL's OpenAI handler does (`convert_to_tool`; without the hints that make all arguments of Java and
+JavaScript strings, because the right calls have other values). Each document with functions of conversations counts as
+one question. For each question, the constraint of the calls is built and compiled as the server does for
+`tool_choice: "required"`, and each right call, as JSON with its arguments in the schema's order, is replayed token by
+token. Then a server with the embedded model answers some of the questions with a call, and the arguments that the
+function does not name are counted. Prints a table. Writes bfcl.json. Exit status 1 if a question is refused.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def answer(http: httpx.Client, question: Mapping[str, Any]) -> tuple[int, list[s
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = report.start(__doc__)
-    parser.add_argument("--data", type=Path, default=Path("bfcl_eval/data"), help="folder (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=1, help="only every Nth question")
+    parser.add_argument("--data", type=Path, default=Path("bfcl_eval/data"), help="BFCL's data (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=1, help="use only every Nth question")
     parser.add_argument("--answers", type=int, default=250, help="number of questions that the server answers")
     parser.add_argument(
         "--lines", action="store_true", help="print the questions with a right call that is not allowed"

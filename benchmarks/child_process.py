@@ -1,4 +1,4 @@
-"""Child processes, in other environments too, that call a method of an object for each message."""
+"""Run child processes, also in other environments, that call a method of an object for each message."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Write docs/coverage.md: what becomes of each keyword of JSON Schema, as the code says.
+"""Write docs/coverage.md: how each keyword of JSON Schema is enforced.
 
     python -m benchmarks.coverage
 
-Each keyword has a small schema, a valid and an invalid instance. The command compiles the schema with each backend, and
-has it decide the instances.
+Each keyword has a small schema, a valid instance and an invalid instance. The command compiles the schema with each
+backend, and has the compiled grammar decide the instances.
 """
 
 from __future__ import annotations

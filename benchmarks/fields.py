@@ -1,4 +1,4 @@
-"""Write the table of `engine/server/request/fields.py`, the fields of a constraint, into docs/http-reference.md.
+"""Write the fields of a constraint (`engine/server/request/fields.py`) into docs/http-reference.md.
 
 python -m benchmarks.fields
 """

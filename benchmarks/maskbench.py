@@ -1,10 +1,10 @@
-"""How many real schemas does a backend enforce, and how fast? MaskBench's protocol.
+"""Measure how many real schemas a backend enforces, and how fast, by MaskBench's protocol.
 
     python -m benchmarks.maskbench
 
-Compiles each schema and replays its instances token by token. Valid ones must be accepted, invalid ones rejected.
-Prints the outcomes, the refusals by keyword, and the times. Writes maskbench.{json,png}. Exit
-status 1 if an invalid instance is accepted.
+Compiles each schema and replays its instances token by token. Valid instances must be accepted, invalid ones rejected.
+Prints the outcomes, the refusals by keyword, and the times. Writes maskbench.{json,png}. Exit status 1 if an invalid
+instance is accepted.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = report.start(__doc__)
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of MaskBench (default: %(default)s)")
     parser.add_argument("--backend", default=AUTO)
-    parser.add_argument("--seconds", type=float, default=10.0, help="time limit of a compilation")
-    parser.add_argument("--every", type=int, default=1, help="only every Nth schema")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time limit of a compilation, in seconds")
+    parser.add_argument("--every", type=int, default=1, help="use only every Nth schema")
     parser.add_argument("--lines", type=Path, help="write one line of JSON per schema to this file")
     options = parser.parse_args(argv)
     if options.quick:

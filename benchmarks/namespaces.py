@@ -1,12 +1,12 @@
-"""What do mask actors on other nodes cost, by the delay of the network? Needs root: `python -m benchmarks.namespaces`.
+"""Measure masks of actors on other nodes, by the delay of the network. Needs root: `python -m benchmarks.namespaces`.
 
-Three Ray nodes run on this machine, each in a network, PID and mount namespace of its own: with its own /tmp and
-/dev/shm, like a container. The engine is on the first, and the mask actors on the second and third. The nodes are
-connected by TUN devices. This process forwards their packets, each after the same delay, so no kernel module is needed
-(`tc netem` is missing in many containers). What that costs shows in the line without delay.
+Three Ray nodes run on this machine, each in its own network, PID and mount namespace, with its own /tmp and /dev/shm,
+like a container. The engine is on the first, the mask actors are on the second and third. TUN devices connect the
+nodes. This process forwards their packets, each after the same delay, so that no kernel module is needed (`tc netem` is
+missing in many containers). The line without delay shows the cost of this.
 
-Rows, forward pass and figures are those of `benchmarks.step_overhead`. In the end the third node disappears under load:
-its packets are dropped and its processes killed. Exit status 1 if that costs a row. Writes namespaces.{json,png}.
+Rows, forward pass and figures are those of `benchmarks.step_overhead`. At the end the third node disappears under load:
+its packets are dropped and its processes killed. Exit status 1 if a row is lost. Writes namespaces.{json,png}.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def measure(
 def main() -> None:
     parser = report.start(__doc__)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--delay", type=float, nargs="+", default=[0.0, 1.0, 10.0], help="milliseconds")
+    parser.add_argument("--delay", type=float, nargs="+", default=[0.0, 1.0, 10.0], help="network delays, ms")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--schemas", type=int, default=96)
     options = parser.parse_args()

@@ -1,9 +1,8 @@
-"""Stress the mask pool where a grammar is brought to an actor: `python -m benchmarks.pool_stress`.
+"""Stress the mask pool where grammars are brought to actors: `python -m benchmarks.pool_stress`.
 
-Each case prints what it measured beside its target: large grammars beside quick rows, streams beside new schemas and
-beside processes that take all CPUs, actors that are frozen, compile processes that are killed. Times are upper bounds
-on a machine that others use. It needs a checkout with its tests, for the faulty grammar library. Writes
-pool_stress.json.
+Each case prints its figures beside their targets: large grammars beside quick rows, streams beside new schemas and
+beside processes that take all CPUs, frozen actors, killed compile processes. On a machine with other load, times are
+upper bounds. The benchmark needs a checkout with its tests, for the faulty grammar library. Writes pool_stress.json.
 """
 
 from __future__ import annotations
@@ -323,7 +322,7 @@ CASES: dict[str, tuple[Callable[[argparse.Namespace], Row], str]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)} (default: all)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the soak, the burst and chaos (default: 20)")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     options = parser.parse_args()

@@ -23,8 +23,8 @@ from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU
 from benchmarks.report import ROOT
 from engine.default_model import checkpoint_path
 
-Kind = Literal["mask actor", "compile actor", "compile process"]
-_KINDS = {"mask actor": "MaskActor", "compile actor": "CompileActor", "compile process": "actors.compile_process"}
+Kind = Literal["mask actor", "compile process"]
+_KINDS = {"mask actor": "MaskActor", "compile process": "actors.compile_process"}
 """Kind of process -> part of its command line."""
 START_SECONDS = 600.0
 STOP_SECONDS = 90.0

@@ -1,9 +1,9 @@
 """Measure steps of vLLM's engine in this process, without a server: a child of `benchmarks.vllm`.
 
-`python -m benchmarks.vllm_engine OPTIONS` runs in vLLM's environment. OPTIONS and the rows that it prints are JSON.
+`python -m benchmarks.vllm_engine OPTIONS` runs in vLLM's environment. OPTIONS and the printed rows are JSON.
 
-Cases: `steady`, N requests at once; and for some N, beside N requests: `late`, one whose masks take `SLOW_SECONDS`;
-`new schema`, one with a schema that is new joins in the middle. In `actors killed` nothing joins, and mask actors are
+The case `steady` has N requests at once. For some N, further cases have N requests beside one request: in `late` its
+masks take `SLOW_SECONDS`, in `new schema` it joins in the middle with a new schema. In `actors killed`, mask actors are
 killed in the middle.
 """
 

@@ -1,4 +1,4 @@
-"""Load: concurrent clients, and the verdict on each answer: valid, a declared error, or a violation."""
+"""Keep requests of concurrent clients in flight, and judge each answer: valid, a declared error, or a violation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The health of the server during a chaos run; the run's figures and violations."""
+"""Record the health of the server during a chaos run, and the figures and violations of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In an environment with vLLM: decode steps of a model with random weights. Reads a task on the standard input."""
+"""Measure decode steps of vLLM with random weights, in vLLM's environment. Reads a task from the standard input."""
 
 from __future__ import annotations
 
