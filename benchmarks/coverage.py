@@ -53,9 +53,7 @@ the token back, forbids it at its place, and samples the next token without it (
 value, and where no token is left, the output goes back: to the beginning of the value or of the newest member of an
 object or array, then to earlier places. After 64 vetoes in an output, the request ends with `constraint_not_met`.
 
-- A veto also forbids tokens with the same effect: those with the same beginning, those that begin a value of a wrong
-  type, those that end a number, and after a member that was taken back all but the comma. Where the output goes back,
-  it forbids blanks and tokens with the same first character.
+- A veto also forbids tokens with the same effect, for example with the same beginning (`guided/masks/vetoes.py`).
 - An answer with a veto is no longer a sample of the model's distribution of valid outputs, because the forbidden tokens
   depend on the sampled ones.
 - Patterns are followed within strings, except those with `\\p`, `\\P`, `\\s` or a negative lookaround that sees the end
