@@ -83,10 +83,10 @@ model would add other keys. OpenAI's strict mode, vLLM and llama.cpp close these
   that the canonical form merges have the order of one of them.
 - Whitespace between JSON tokens is [bounded](http-reference.md#json-schemas). outlines allows one blank between any two
   tokens, and no line break; lm-format-enforcer at most 12 blanks, tabs and line breaks.
-- Escapes such as `\\u0041`, except for characters that JSON has to escape. llguidance writes none with `pattern` or
-  `format`, and none where an object with named properties may have others, because the key `"\\u0061"` would evade the
-  schema of `a`. xgrammar: none with `pattern`, `format` or `maxLength` (unless the pattern needs them), and with
-  `minLength` none in the first characters. outlines: none with `minLength`, `maxLength` or `pattern`.
+- Characters that JSON has to escape, where a library writes no escapes (`\\u0041`). llguidance: with `pattern` or
+  `format`, and where an object with named properties may have others, because the key `"\\u0061"` would evade the
+  schema of `a`. xgrammar: with `pattern`, `format` or `maxLength` (unless the pattern needs escapes), and with
+  `minLength` in the first characters. outlines: with `minLength`, `maxLength` or `pattern`.
 - Integers have no fraction (`1.0`). Numbers have at most 24 digits in a row, and two in the exponent. Numbers with
   bounds have no exponent. An exclusive bound, and a bound with more than six decimals, becomes the next allowed number
   with six decimals, or the next integer beyond a billion, because readers that round to a double could round other

@@ -41,7 +41,7 @@ and `sampling_params` (SGLang), in `/v1/completions`, `/v1/chat/completions`, `/
   `no-additional-properties` (`xgrammar:no-fallback,disable-any-whitespace`).
 
 An unknown field has no effect and, unless empty, is named in `guided.ignored`; `--strict-fields` makes it a 400.
-These known fields have no effect either, also with `--strict-fields`:
+These known fields have no effect, and are accepted with `--strict-fields`, too:
 {without_effect}.
 
 If ignoring a field would change the answer, the request is a 400 that names the field to use:
