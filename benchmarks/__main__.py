@@ -39,7 +39,7 @@ answer the same tasks."""
 
 
 class Section(NamedTuple):
-    """One benchmark of the page."""
+    """A section of the page."""
 
     name: str
     question: str

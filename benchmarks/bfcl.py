@@ -52,7 +52,7 @@ _TYPES = {
     **dict.fromkeys(("array", "list", "tuple", "ArrayList", "Array", "Queue", "Stack"), "array"),
     **dict.fromkeys(("dict", "object", "HashMap", "Hashtable"), "object"),
 }
-"""Types of BFCL's functions as the handler writes them. All others become strings."""
+"""Types of BFCL's functions, as the handler converts them. All other types become strings."""
 _SERVER = SimpleNamespace(tool_format=TOOL_FORMATS["hermes"], settings=SimpleNamespace(tool_strict="on"))
 _LIMIT_SECONDS = 60.0
 
@@ -100,7 +100,7 @@ def _convert(properties: dict[str, Any]) -> None:
 
 
 def _arguments(options: Any) -> Any:
-    """Return the first of the right values, also within objects. An empty string means: left out."""
+    """Return the first of the right values, also within objects. An argument with an empty string is left out."""
     if isinstance(options, dict):
         chosen = {name: next((value for value in values if value != ""), None) for name, values in options.items()}
         present = {name: value for name, value in chosen.items() if "" not in options[name] or value is not None}
@@ -123,7 +123,7 @@ def judge(backends: Backends, question: Mapping[str, Any]) -> dict[str, Any]:
     refused: dict[str, list[str]] = {}
     with suppress(InvalidConstraint):
         found = requested_calls(body, _SERVER, RequestedConstraint(), refused)  # type: ignore[arg-type]
-        calls = found[0] if isinstance(found, tuple) else found  # a tuple before only parts of a schema were free
+        calls = found[0] if isinstance(found, tuple) else found  # older versions returned a tuple
         assert calls is not None
         document = {"type": "structural_tag", "format": answer_format(calls, None, "no", None)}
         constraint = Constraint.structural_tag(document)

@@ -118,7 +118,7 @@ _BACKENDS = candidates("json_schema")
 
 
 class Sample(NamedTuple):
-    """A line of keywords.jsonl: a schema that depends on one keyword, and instances of which the second violates it."""
+    """A line of keywords.jsonl: a schema that depends on one keyword, a valid instance and an invalid instance."""
 
     keyword: str
     schema: dict[str, Any]
@@ -150,7 +150,7 @@ def _verdict(sample: Sample, name: str, backends: Backends) -> str:
 
 
 def _accepts(grammar: CompiledGrammar, backends: Backends, value: Any) -> bool:
-    """Whether `value` is an output, with or without spaces between its JSON tokens."""
+    """Return whether `value` is an output, with or without spaces between its JSON tokens."""
     for separators in ((",", ":"), (", ", ": ")):
         matcher = grammar.matcher()
         try:

@@ -75,7 +75,7 @@ def _wrapped(line: str) -> str:
 
 
 def page() -> str:
-    """Return the page with this section written anew."""
+    """Return the page with the new section."""
     before, _, rest = PAGE.read_text().partition(_BEGIN)
     return before + _BEGIN + section() + _END + rest.partition(_END)[2]
 

@@ -54,9 +54,9 @@ SIZES: dict[str, tuple[type[PreTrainedConfig], int, int, int, dict[str, Any]]] =
     "8B": (LlamaConfig, 4096, 14336, 32, LLAMA),
     "tiny": (Qwen3Config, 64, 128, 2, TINY),
 }
-"""Architecture, hidden size, intermediate size and number of layers. `tiny` is for a try on a CPU."""
+"""Architecture, hidden size, intermediate size and number of layers. `tiny` tries the command on a CPU."""
 VOCAB = 131072
-"""Number of logits, at least, of all models but the tiny one."""
+"""Minimum number of logits, except of the tiny model."""
 PROMPT = 32
 """Tokens of a prompt."""
 MAX_SCHEMA = 4000
@@ -108,7 +108,7 @@ def make_model(size: str, device: str, tokenizer: Any) -> LoadedModel:
 
 
 def make_schemas(count: int, model: LoadedModel) -> list[dict[str, Any]]:
-    """Return different schemas of long arrays: of MaskBench's schemas, where these are at hand and compile."""
+    """Return different schemas of long arrays, of MaskBench's schemas if they are available and compile."""
     found: list[dict[str, Any]] = []
     pool = InlinePool(model.vocabulary)
     for row in read_rows(DATA) if DATA.exists() else ():
@@ -166,7 +166,7 @@ def measure(llm: LLM, rows: int, schemas: list[dict[str, Any]] | None, options: 
 
 
 def _step(engine: Any, counts: dict[str, int], arrivals: dict[str, list[float]]) -> None:
-    """Run a step, and note how many tokens each request has, and when they came."""
+    """Run a step, and record the number of tokens of each request, and their times."""
     outputs = engine.step()
     now = time.perf_counter()
     for output in outputs:
@@ -218,7 +218,7 @@ def started(model: LoadedModel, pool: str, actors: int, options: argparse.Namesp
 
 
 def ours(model: LoadedModel, schemas: list[dict[str, Any]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure our engine: unguided, and with each pool."""
+    """Measure this project's engine: unguided, and with each pool."""
     pools = [("unguided", "inline", 1), ("inline", "inline", 1)]
     pools += [(f"Ray, {actors} actor{'s' * (actors > 1)}", "ray", actors) for actors in options.actors]
     for way, pool, actors in tqdm(pools, unit=" ways", disable=None):

@@ -45,7 +45,7 @@ COLUMNS = {
 def compiled(
     drawn: Sequence[Document], backends: Backends, backend: str, *, checked: bool
 ) -> list[tuple[CompiledGrammar, Document]]:
-    """Return the documents that a backend accepts, with their grammars; `checked`: those with a checked keyword."""
+    """Return the documents that a backend accepts, with their grammars. `checked`: only with a checked keyword."""
     found = []
     for document in drawn:
         try:

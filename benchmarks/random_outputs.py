@@ -66,7 +66,7 @@ _ENDED = ("stop", "invalid")
 
 @dataclass(frozen=True)
 class Result:
-    """What happened to `count` outputs of a case."""
+    """The outcome of `count` outputs of a case."""
 
     outcome: str
     """`stop` (valid), `invalid`, `not met` (a checked keyword), `failed` (the row), `cut`, `refused`, `error`;
@@ -141,7 +141,7 @@ def sample(vocabulary: Vocabulary, grammar: CompiledGrammar, source: random.Rand
 
 
 def _logits(vocabulary: Vocabulary, source: random.Random) -> NDArray[np.float64]:
-    """Return the logits of a model without context, divided by a temperature: some prefer ends and short tokens."""
+    """Return the logits of a model without context, divided by a temperature. Some prefer ends and short tokens."""
     size = vocabulary.padded_vocab_size
     generator = np.random.default_rng(source.getrandbits(32))
     logits = generator.normal(size=size) * source.choice([0.0, 0.0, 0.5, 3.0])

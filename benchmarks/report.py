@@ -19,13 +19,13 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-"""Where results are written by default."""
+"""The default folder of results."""
 Panels = Mapping[str, str]
 LIBRARIES = ("torch", "llguidance", "xgrammar", "outlines_core", "lm-format-enforcer", "ray", "transformers")
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line and exit with status 2: an argument can't be used."""
+    """Print one line and exit with status 2, for an invalid argument."""
     print(f"{_name()}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -99,7 +99,7 @@ def write_json(path: Path, setting: Mapping[str, Any], results: Any, started_on:
 
 
 def _portable(value: Any) -> Any:
-    """Replace absolute paths, which mean nothing on another machine."""
+    """Replace absolute paths, which do not exist on other machines."""
     if not isinstance(value, str | Path):
         return value
     path = Path(value)

@@ -105,9 +105,9 @@ def vllm_server(
 
     Args:
         python: an interpreter that has vLLM.
-        backend: of its structured outputs. None leaves them as vLLM configures them.
-        arguments: of the command, in addition.
-        switch: with `GUIDED_VLLM=1`, and two mask actors.
+        backend: backend of the structured outputs (None: vLLM's default).
+        arguments: additional arguments of the command.
+        switch: whether to set `GUIDED_VLLM=1`, with two mask actors.
         model: a checkpoint. Default: the embedded model.
         environment: additional environment variables.
     """

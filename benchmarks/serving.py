@@ -45,14 +45,14 @@ COLUMNS = {
 
 @dataclass
 class Load:
-    """The answers of one server to one kind of requests, and the seconds in which they came."""
+    """The answers of one server to one kind of requests, and the seconds that they took."""
 
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
 
 
 def response_format(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the request field with which both servers take a JSON Schema."""
+    """Return the request field for a JSON Schema of both servers."""
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
 
 

@@ -34,7 +34,7 @@ from benchmarks.peers.rows import Document
 from benchmarks.workload import Tokens, documents
 
 COUNTS = {"llguidance": 256, "xgrammar": 48}
-"""Number of schemas drawn per backend: as many as every way of masking can compile in reasonable time."""
+"""Number of schemas per backend: all ways of masking can compile them in reasonable time."""
 MAX_SCHEMA = {"llguidance": 8000, "xgrammar": 2000}
 COLUMNS = {
     "backend": "backend",

@@ -89,7 +89,7 @@ def figures(without: Samples, with_: Samples) -> dict[str, Any]:
         row[f"ratio_{at}"] = round(row[f"itl_{at}"] / row[f"without_{at}"], 3)
     row["again_percent"] = round(100 * sum(with_.again) / (len(with_.latency) + len(with_.slow_latency)), 2)
     row["refused"] = without.refused + with_.refused
-    row["abandoned"] = len(row["refused"])  # documents whose next token a mask forbade: none, if all is well
+    row["abandoned"] = len(row["refused"])  # documents with a next token that a mask forbade: normally none
     row["tokens"] = {"without": len(without.latency), "with": len(with_.latency), "slow row": len(with_.slow_latency)}
     return row
 

@@ -75,7 +75,7 @@ ENGINES: dict[str, tuple[str | None, bool]] = {
     "GUIDED_VLLM=1, xgrammar": ("xgrammar", True),
     "GUIDED_VLLM=1, llguidance": ("guidance", True),
 }
-"""Way -> backend, and whether our switch is on."""
+"""Way -> backend, and whether `GUIDED_VLLM` is set."""
 STEP_COLUMNS = {
     "way": "way",
     "requests": "requests",
@@ -102,7 +102,7 @@ async def outcome_of(http: httpx.AsyncClient, schema: dict[str, Any] | None) -> 
     """Send a streamed request, with a schema or with a fixed number of tokens.
 
     Returns:
-        valid, invalid, or what failed; and the answer.
+        valid, invalid, or the failure; and the answer.
     """
     body: dict[str, Any] = {"messages": serving.MESSAGES, "temperature": 0, "stream": True, "max_tokens": 600}
     body |= serving.response_format(schema) if schema else {"ignore_eos": True, "max_tokens": PLAIN_TOKENS}
@@ -119,7 +119,7 @@ async def outcome_of(http: httpx.AsyncClient, schema: dict[str, Any] | None) -> 
 
 
 async def run_beside(server: Server, victim: str, kill: bool) -> list[tuple[str, Answer]]:
-    """Run the victim, with a property of this name in its schema, and the others. Returns their outcomes, it first."""
+    """Run the victim, with this property in its schema, and the others. Returns the outcomes, the victim first."""
     schemas = [*(people(f"name_{index}", 8) for index in range(4)), None, None]
     async with httpx.AsyncClient(base_url=server.url, timeout=None) as http:
         tasks = [asyncio.ensure_future(outcome_of(http, schema)) for schema in (people(victim, 4), *schemas)]

@@ -31,7 +31,7 @@ from benchmarks.serving import MESSAGES, NAMES, SCHEMAS, endless_schema
 SETTLED = 8
 """Number of tokens after which the gaps of a request count."""
 MIDDLE = 0.4
-"""Share of the run after which something happens in its middle."""
+"""Share of the run after which the event in the middle happens."""
 
 
 def schema_with(name: str) -> dict[str, Any]:
@@ -85,11 +85,11 @@ class Engine:
     def run(
         self, count: int, victim: dict[str, Any] | None = None, in_the_middle: Callable[[], Any] | None = None
     ) -> tuple[list[list[float]], list[float]]:
-        """Run `count` requests, and perhaps another from the start, or what happens in the middle.
+        """Run `count` requests, perhaps with another request from the start, or with an event in the middle.
 
         Returns:
-            The times of the tokens of the `count`, and those of the other: of a request that joined in the middle, from
-            the time that it came.
+            The times of the tokens of the `count` requests, and of the other request. If it joined in the middle, they
+            start at that time.
         """
         others = [
             self.add(endless_schema(i % SCHEMAS) if self._is_guided else None, self._tokens) for i in range(count)

@@ -67,7 +67,7 @@ def as_sent(task: Task) -> Body:
 
 
 def closed(task: Task) -> Body:
-    """Return the constraint with every object closed that names its properties."""
+    """Return the constraint with `additionalProperties: false` in each object that names its properties."""
     body: Body = _closed(task.constraint())
     return body
 
@@ -100,7 +100,7 @@ WAYS: dict[str, Callable[[Task], Body]] = {
 
 
 def requests(way: str, tasks: Sequence[Task], options: argparse.Namespace) -> Iterator[tuple[str, Task, Body]]:
-    """Yield the sampling, the task and the body of each request: one that is greedy, and one per seed."""
+    """Yield sampling, task and body of each request: one greedy request, and one per seed."""
     for seed, task in itertools.product([None, *range(options.seeds)], tasks):
         body: Body = {"messages": task.messages(), "max_tokens": options.tokens}
         body |= {"temperature": 0} if seed is None else {"temperature": TEMPERATURE, "seed": seed}
@@ -129,7 +129,7 @@ def measure(
     """Return a row per way and sampling.
 
     Args:
-        start: starts the server of a way. Ways in sequence that share a server share its process.
+        start: starts the server of a way. Successive ways with the same server share its process.
     """
     tasks = [task for kind in KINDS for task in [task for task in TASKS if task.kind == kind][: options.tasks]]
     rows = []
@@ -194,7 +194,7 @@ def main() -> None:
     if not options.way:
         report.fail(f"--way {VLLM} needs --vllm-python")
     started_on = report.machine()
-    # Both engines compute in float32 and with as many threads, so that they differ in the constraints only.
+    # Both engines compute in float32, with the same number of threads: only their constraints differ.
     threads = {"OMP_NUM_THREADS": str(options.threads)}
     most, dtype = options.concurrency, ["--dtype", "float32"]
     with tempfile.TemporaryDirectory(prefix="guided-answers-") as name:

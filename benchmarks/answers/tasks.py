@@ -19,7 +19,7 @@ KINDS = ("extraction", "nested lists", "classification", "tool calls", "regex an
 
 @dataclass(frozen=True)
 class Task:
-    """One question. Its constraint is a schema, a regex or a choice."""
+    """A question. Its constraint is a schema, a regex or a choice."""
 
     kind: str
     prompt: str

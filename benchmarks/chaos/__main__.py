@@ -45,7 +45,7 @@ LIMIT_SECONDS = RECOVERY_SECONDS = 120.0
 
 
 async def inject_faults(scene: Scene, every: float, over: float) -> None:
-    """Inject faults until the time is over, alternately into an actor and of another kind."""
+    """Inject faults until the time is over: in turn a fault of an actor and another fault."""
     due = time.monotonic() + every / 2
     async with asyncio.TaskGroup() as tasks:
         for kinds in itertools.cycle((ACTOR_FAULTS, OTHER_FAULTS)):

@@ -25,7 +25,7 @@ from guided.backends import AUTO, BACKENDS
 DATA = ROOT.parent / "shared" / "data" / "hostile-inputs.json"
 DEPTH = 100_000
 STREAM = 8
-"""Number of constraints that are sent of a hostile input that is a stream of them."""
+"""Number of constraints that are sent of a hostile input with a stream of constraints."""
 SLOW_SECONDS = (0.1, 2.0)
 MEMORY_HOGS: list[dict[str, Any]] = [
     {"regex": "[ab]*a[ab]{20}", "backend": "outlines"},  # an automaton of 2^21 states
@@ -44,7 +44,7 @@ class Event:
     """`time.monotonic()`."""
     fault: str
     index: int | None = None
-    """Index of the mask actor, if it was one."""
+    """Index of the mask actor, if the fault is one of a mask actor."""
     incarnation: int = 0
 
 

@@ -94,7 +94,7 @@ def _answers(
 
 
 def _end(output: RequestOutput) -> str:
-    """Return how an answer has ended."""
+    """Return the end of an answer."""
     if output.error is None:
         return str(output.outputs[0].finish_reason)
     if output.error.status == 400:

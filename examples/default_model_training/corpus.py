@@ -18,7 +18,7 @@ from examples.default_model_training.values import DATA, Values
 
 @dataclass
 class Example:
-    """One exchange. `turns` are messages, or texts of user and assistant in turn, and end before the answer."""
+    """An exchange. `turns` are messages, or texts of user and assistant in turn, and end before the answer."""
 
     turns: list[Any]
     answer: str

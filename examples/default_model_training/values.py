@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from engine.default_model import checkpoint_path
 
 T = TypeVar("T", str, int, float)
-SALT = 15  # with this one the held-out side has small numbers, too (11, 13, 18, 27 ...)
+SALT = 15  # with this value the held-out side has small numbers, too (11, 13, 18, 27 ...)
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("corpus.json").read_text())
 """Word lists, facts of records, functions, and ways to ask."""
 TOKENS: list[str] = [*json.loads((checkpoint_path() / "tokenizer.json").read_text())["model"]["vocab"]]
@@ -22,7 +22,7 @@ WORDS: dict[str, list[str]] = {name: words.split() for name, words in DATA["word
 
 
 def is_held_out(value: str | int | float) -> bool:
-    """Whether a value belongs to the tenth that training never sees (decided by a CRC-32 of its text).
+    """Return whether a value belongs to the tenth that training never sees (by a CRC-32 of its text).
 
     Single characters are not values: training sees them all, and held-out draws avoid them.
     """
@@ -31,7 +31,7 @@ def is_held_out(value: str | int | float) -> bool:
 
 
 class Values:
-    """Draws values from one side of the split; every name, number, date and identifier passes through `_pick`.
+    """Values from one side of the split. Every name, number, date and identifier passes through `_pick`.
 
     Closed vocabularies (colours, jobs, ...) are drawn freely: they are categories, not values to remember.
     """
