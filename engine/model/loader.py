@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from engine.memory.recurrent import RecurrentStates, StateLayout
 from engine.model.attention import ATTENTION, UnsupportedModelError
 from engine.model.config import architecture, model_factory, read_config, refusal
 from engine.model.files import complete, gguf_file, pretrained, processor_template
+from engine.model.fusion import fuse
 from engine.model.head import Head, body_name
+from engine.model.packing import pack
 from engine.model.probe import Probe
 from engine.model.ranks import Ranks
 from guided.errors import bounded
@@ -224,8 +227,8 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         with torch.inference_mode():
             probe.record()
             head = probe.find_head()
-            if model.device.type == "cuda" and not distributed.is_initialized():
-                probe.fuse(head)
+            if not distributed.is_initialized():
+                _optimise(model, body, probe, head)
     except (AttributeError, TypeError, RuntimeError, IndexError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -250,6 +253,14 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         device=weight.device,
         layout=probe.layout,
     )
+
+
+def _optimise(model: Any, body: torch.nn.Module, probe: Probe, head: Head) -> None:
+    """Give the model what its device computes faster."""
+    if model.device.type == "cuda":
+        probe.optimise(head, partial(fuse, body), "fused kernels")
+    elif model.device.type == "cpu":
+        probe.optimise(head, partial(pack, model), "packed weights")
 
 
 def _body(model: Any) -> torch.nn.Module:

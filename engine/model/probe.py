@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from engine.memory.kv_cache import KVCache, LayerShapes
 from engine.memory.recurrent import RecurrentStates, StateLayout, StepStates, is_recurrent
 from engine.model.attention import ATTENTION, FlattenedRow, PagedContext, Prefill, UnsupportedModelError
 from engine.model.config import refusal
-from engine.model.fusion import fuse
 from engine.model.head import Head, heads_of
 from guided.errors import bounded
 
@@ -113,11 +112,12 @@ class Probe:
                 return head
         raise self._refusal("its logits with paged attention differ from transformers' own")
 
-    def fuse(self, head: Head) -> None:
-        """Give the model fused kernels, if its logits stay those of transformers' own generation."""
-        attributes = {part: dict(vars(part)) for part in self._body.modules()}
+    def optimise(self, head: Head, change: Callable[[], None], name: str) -> None:
+        """Change the model's kernels. If the logits are no longer those of transformers' own generation, or `change`
+        raises, undo it with a warning, in which the kernels are called `name`."""
+        attributes = {part: dict(vars(part)) for part in self._model.modules()}
         try:
-            fuse(self._body)
+            change()
             if self._agrees(head(self._compute())):
                 return
             why = "the logits would differ"
@@ -126,7 +126,7 @@ class Probe:
         for part, values in attributes.items():
             vars(part).clear()
             vars(part).update(values)
-        logger.warning("the model runs without fused kernels: %s", why)
+        logger.warning("the model runs without %s: %s", name, why)
 
     def _agrees(self, logits: Tensor) -> bool:
         return _alike(logits.float(), self._expected, _SAME[self._weight.dtype])
