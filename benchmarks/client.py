@@ -17,7 +17,7 @@ PATH = "/v1/chat/completions"
 
 @dataclass
 class Choice:
-    """One output of a request."""
+    """An output of a request."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -45,9 +45,9 @@ class Answer:
     problem: str | None = None
     """A problem with the transport: a broken connection, invalid JSON, an event after the end."""
     hung: bool = False
-    """Whether it took longer than the limit."""
+    """Whether the answer took longer than the limit."""
     left: bool = False
-    """Whether the client disconnected, as it was told."""
+    """Whether the client disconnected early, as requested."""
 
     @property
     def failure(self) -> str:
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between two events. What has not come when the request hangs is a gap."""
+        """Seconds between two events. If the request hangs, the time since the last event is a gap."""
         times = [*self.arrivals, self.ended] if self.hung else self.arrivals
         return [after - before for before, after in itertools.pairwise(times)]
 
@@ -103,8 +103,8 @@ async def ask(
 
     Args:
         limit: seconds after which the request counts as hung.
-        leave_seconds: the client disconnects after them.
-        leave_events: the client disconnects after as many events of a stream.
+        leave_seconds: seconds after which the client disconnects.
+        leave_events: number of events of a stream after which the client disconnects.
     """
     answer = Answer(time.monotonic())
     try:

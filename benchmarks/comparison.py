@@ -24,7 +24,7 @@ from benchmarks.workload import Tokens
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way of masking that takes part in a comparison."""
+    """A way of masking in a comparison."""
 
     label: str
     way: str
@@ -32,11 +32,11 @@ class Candidate:
     python: str = sys.executable
     options: dict[str, Any] = field(default_factory=dict)
     root: Path = ROOT
-    """The checkout of `guided` and `actors` that it measures."""
+    """The measured checkout of `guided` and `actors`."""
 
 
 def vllm_candidate(python: str | None) -> Candidate | None:
-    """Return vLLM's own path. Without an interpreter that has vLLM, print a line and return None."""
+    """Return the candidate of vLLM's own masks. Without an interpreter with vLLM, print a line and return None."""
     if python is None:
         print("vLLM is left out: --vllm-python takes an interpreter that has it (docs/benchmarks.md)")
         return None
@@ -57,7 +57,7 @@ FORWARD_SECONDS = 0.015
 
 @contextlib.contextmanager
 def started(candidates: Sequence[Candidate], tokens: Tokens) -> Iterator[Comparison]:
-    """Start the processes of the candidates. They end with the block."""
+    """Start the processes of the candidates, which end with the block."""
     with contextlib.ExitStack() as stack:
         processes = {one.label: stack.enter_context(_process(one, stack)) for one in candidates}
         vocabulary = {"vocabulary": str(tokens.path), "width": tokens.width, "stop": tokens.stop}
@@ -77,8 +77,8 @@ class Comparison:
 
     def load(self, backend: str, documents: Sequence[Document]) -> list[Document]:
         """Compile the documents in all candidates. Returns those that all of them can compile."""
-        # Our Ray pool compiles first. It ends what takes too long or too much memory, and the others skip it. They then
-        # compile at the same time, because nothing is measured yet.
+        # The Ray pool compiles first: it ends compilations that take too long or too much memory, and the other ways
+        # skip these documents. The other ways then compile at the same time, because nothing is measured yet.
         first = [candidate for candidate in self.candidates if candidate.way == "ray"]
         left = list(documents)
         for group in (first, [candidate for candidate in self.candidates if candidate not in first]):
@@ -100,15 +100,14 @@ class Comparison:
         seconds: float | None = None,
         pinned: Sequence[Document] = (),
     ) -> dict[str, Samples]:
-        """Run the same rows in each candidate, in turns: one computes while the others wait. Returns samples by label.
+        """Run the same rows in each candidate, in turns: the other candidates wait. Returns samples by label.
 
-        A turn starts with a few steps that are not counted: after the wait the caches are cold, unlike in an engine
-        under load.
+        A turn starts with a few steps that are not counted, because the caches are cold after the wait.
 
         Args:
             steps: steps per candidate.
             rounds: turns per candidate.
-            seconds: time limit per candidate. A candidate stops at it, but runs at least one step per turn.
+            seconds: time limit per candidate. A candidate runs at least one step per turn.
             pinned: documents that the first row writes instead.
         """
         for process in self._processes.values():

@@ -1,15 +1,16 @@
-"""Write docs/coverage.md: what becomes of each keyword of JSON Schema, as the code says.
+"""Write docs/coverage.md: how each keyword of JSON Schema is enforced.
 
     python -m benchmarks.coverage
 
-Each keyword has a small schema, a valid and an invalid instance. The command compiles the schema with each backend, and
-has it decide the instances.
+Each keyword has a small schema, a valid instance and an invalid instance. The command compiles the schema with each
+backend, and has the compiled grammar decide the instances.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from engine.default_model import checkpoint_path
@@ -22,76 +23,84 @@ from guided.masks.compilation import compile_with
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 SAMPLES = Path(__file__).with_name("keywords.jsonl")
-_HEAD = """# Keywords of JSON Schema
+_PAGE = """# Keywords of JSON Schema
 
-How each keyword is enforced. This page is generated: `python -m benchmarks.coverage` compiles the sample of each row
+How each keyword is enforced. `python -m benchmarks.coverage` writes this page: it compiles a sample of each keyword,
 and checks that a valid instance is accepted and an invalid instance is not. Another schema with the same keyword may be
 refused: `guided check FILE` reports on your schema.
 
-*enforced*: the mask is exact. *checked*: the mask allows a superset, and the whole output is validated before it may
-end. *refused*: 400, with the keyword's pointer. *narrower*: some valid values are never generated. The backends are
-llguidance and xgrammar, of which `auto` takes the first that does not refuse the schema; rows name the backend where
-they differ. outlines and lm-format-enforcer, which `auto` does not use, enforce fewer keywords
-(`guided/backends/schema_lowering.py`), and check every output.
+- *enforced*: the mask is exact.
+- *checked*: the mask allows a superset, and the whole output is validated before it may end.
+- *refused*: 400, with the keyword's pointer.
+- *narrower*: some valid values are never generated.
+
+`auto` takes llguidance, or xgrammar if llguidance refuses the schema; rows name the backend where the two differ.
+outlines and lm-format-enforcer enforce fewer keywords (`guided/backends/schema_lowering.py`), and check every output.
+
+## Keywords
+
+Enforced by llguidance and xgrammar, with the samples of `benchmarks/keywords.jsonl`:
+{enforced}.
+
+| other keyword | sample | how |
+|---|---|---|
+{rows}
 
 ## Where a checked keyword is violated
 
-The engine validates each value where it ends. A token after which no continuation can satisfy the schema is taken back
-and forbidden at its place, and the next token is sampled without it. After four such vetoes in one value, and where no
-token is left, the output goes back: to the beginning of the value, or of the newest member of an object or array, and
-then to the places before it. After 64 vetoes in an output, the request ends with `constraint_not_met`. Patterns are
-followed within strings, too, unless a negative lookaround sees the end of the text, or the pattern has `\\p`, `\\P` or
-`\\s`. After the first veto of an output, such a string is written by single ASCII characters, where some may follow.
+The engine validates each value where it ends. If no continuation can satisfy the schema after a token, the engine takes
+the token back, forbids it at its place, and samples the next token without it (a *veto*). After four vetoes in one
+value, and where no token is left, the output goes back: to the beginning of the value or of the newest member of an
+object or array, then to earlier places. After 64 vetoes in an output, the request ends with `constraint_not_met`.
 
-After a veto, an answer is no longer a sample of the model's distribution of valid outputs, because the forbidden tokens
-depend on the sampled ones. Tokens with the same effect are forbidden too: those with the same beginning, those with
-which a value of a wrong type begins, those that end a number, and all but the comma after a bracket that was taken back
-behind a whole member. Where the output goes back, tokens with the same first character and blanks are forbidden.
-
-Inside vLLM and transformers, and with beam search, accepted tokens stay, and only the whole output is validated before
-it may end.
+- A veto also forbids tokens with the same effect, for example with the same beginning (`guided/masks/vetoes.py`).
+- An answer with a veto is no longer a sample of the model's distribution of valid outputs, because the forbidden tokens
+  depend on the sampled ones.
+- Patterns are followed within strings, except those with `\\p`, `\\P`, `\\s` or a negative lookaround that sees the end
+  of the text. After the first veto of an output, such a string is written in single ASCII characters where possible.
+- Inside vLLM and transformers, and with beam search, no token is taken back: only the whole output is validated before
+  it may end.
 
 ## Objects are closed in requests
 
-`Constraint.json_schema`, `guided check` and the rows below read a schema as written. In a request, an object with
-`properties` has no other properties, unless `additionalProperties` or `unevaluatedProperties` allow them. Names that
-match `patternProperties` stay possible, and `{"type": "object"}` alone stays open. This is *narrower* than JSON Schema
-by choice: most schemas of applications list only `properties`, and a model would then add other keys. OpenAI's strict
-mode, vLLM and llama.cpp close these objects, too.
+In a request, an object with `properties` has no other properties, unless `additionalProperties` or
+`unevaluatedProperties` allow them. Names that match `patternProperties` stay possible, and `{"type": "object"}` alone
+stays open. This is *narrower* than JSON Schema by choice: most schemas of applications list only `properties`, and a
+model would add other keys. OpenAI's strict mode, vLLM and llama.cpp close these objects, too. `Constraint.json_schema`,
+`guided check` and the samples above read a schema as written.
 
 - An object is closed as a whole: `allOf`, `$ref`, and the conditions of `if` and `dependentSchemas` that hold
   contribute their properties, as with `unevaluatedProperties: false`. An object with `anyOf` has the properties of one
   alternative. Where the masks leave out a condition, an object may have the properties of all branches.
 - `guided.closed` in the answer has the JSON pointers of these objects. `open_objects: true` in a request, or
-  `guided serve --open-objects`, keeps the schema as written; `guided check --close-objects` reads it as a request.
+  `guided serve --open-objects`, keeps the schema as written. `guided check --close-objects` reads it as a request.
 - In an object that stays open in a request, no additional key is a declared name in other case or with blanks around
   it.
 
 ## Valid values that are never generated
 
-- Whitespace between JSON tokens is that of `json.dumps` and `JSON.stringify`: see
-  [the reference](http-reference.md#json-schemas). outlines allows one blank between any two tokens, and no line break;
-  lm-format-enforcer at most 12 blanks, tabs and line breaks.
-- Escapes such as `\\u0041` in strings, which costs only characters that JSON has to escape. llguidance: none with
-  `pattern` or `format`, and none where an object with named properties may have others, because in a key `"\\u0061"`
-  would evade the schema of `a`. xgrammar: none with `pattern`, `format` or `maxLength` (unless the pattern needs them),
-  and with `minLength` none in the first characters. outlines: none with `minLength`, `maxLength` or `pattern`.
-- Numbers with bounds have no exponent. An exclusive bound, and a bound with more than six decimals, becomes the next
-  allowed number with six decimals, or the next integer beyond a billion, because readers that round to a double could
-  round other numbers to an excluded one.
-- Numbers with `multipleOf` have no exponent, at most six decimals and at most 15 digits. Integers may have more if
-  a bound needs them.
-- An integer has no fraction, and a number with a bound no exponent (`1e-06`). An exponent has at most two digits.
-- Alternatives of `anyOf` and `oneOf` that the canonical form merges have the order of one of them.
-- `oneOf` of objects that refer to themselves: where an alternative is told apart by a property that another one
-  requires, it does not have this property, with any value. Where a schema has neither `not` nor `if`, and a value has
-  other types than numbers so that it is in one alternative of `oneOf` only, it is no number with a fraction.
+- Properties come in the schema's order, in structural tags also with `any_order`. Alternatives of `anyOf` and `oneOf`
+  that the canonical form merges have the order of one of them.
+- Whitespace between JSON tokens is [bounded](http-reference.md#json-schemas). outlines allows one blank between any two
+  tokens, and no line break; lm-format-enforcer at most 12 blanks, tabs and line breaks.
+- Characters that JSON has to escape, where a library writes no escapes (`\\u0041`). llguidance: with `pattern` or
+  `format`, and where an object with named properties may have others, because the key `"\\u0061"` would evade the
+  schema of `a`. xgrammar: with `pattern`, `format` or `maxLength` (unless the pattern needs escapes), and with
+  `minLength` in the first characters. outlines: with `minLength`, `maxLength` or `pattern`.
+- Integers have no fraction (`1.0`). Numbers have at most 24 digits in a row, and two in the exponent. Numbers with
+  bounds have no exponent. An exclusive bound, and a bound with more than six decimals, becomes the next allowed number
+  with six decimals, or the next integer beyond a billion, because readers that round to a double could round other
+  numbers to an excluded one.
+- Numbers with `multipleOf` have no exponent, at most six decimals and at most 15 digits, integers more if a bound
+  needs them.
+- `oneOf` of objects that refer to themselves: if two alternatives differ by a property that only one of them requires,
+  the other one never has this property. Where the type of a value decides the alternative of `oneOf`, numbers with a
+  fraction are left out, unless the schema has `not` or `if`.
 - xgrammar: an object with a property that can have no value (`"a": false`), or a name that has to be escaped, has no
-  other properties, and listed objects and arrays have no whitespace. outlines and lm-format-enforcer: an object with
+  other properties. Listed objects and arrays have no whitespace. outlines and lm-format-enforcer: an object with
   `properties` has no others.
-- Structural tags: with `any_order`, properties still come in the schema's order. Names that the schema does not
-  list have no `&` in elements.
-- Formats, and keywords of younger drafts, are enforced in every draft. Some of their notations are never written:
+- Structural tags: names that the schema does not list have no `&` in elements.
+- Formats, and keywords of younger drafts, are enforced in every draft, without some of their notations:
 
 | format | not written |
 |---|---|
@@ -103,18 +112,13 @@ mode, vLLM and llama.cpp close these objects, too.
 | uri, iri and their references | addresses of IPv6 (`http://[::1]/`), except for `uri` on llguidance |
 | uri-template | reserved operators (`{=a}`) |
 | regex | groups deeper than two levels, and what JavaScript and Python do not share |
-
-## Keywords
-
-| keyword | sample | what becomes of it |
-|---|---|---|
 """
 _BACKENDS = candidates("json_schema")
 """The backends of `auto`."""
 
 
 class Sample(NamedTuple):
-    """A line of keywords.jsonl: a schema that depends on one keyword, and instances of which the second violates it."""
+    """A line of keywords.jsonl: a schema that depends on one keyword, a valid instance and an invalid instance."""
 
     keyword: str
     schema: dict[str, Any]
@@ -122,17 +126,16 @@ class Sample(NamedTuple):
     invalid: Any
 
 
-def row(sample: Sample, backends: Backends) -> list[str]:
-    """Compile a sample with each backend. Returns the cells of its row: one verdict, or several if they differ.
+def verdict(sample: Sample, backends: Backends) -> str:
+    """Compile a sample with each backend. Returns one verdict, or a verdict per backend if they differ.
 
     Raises:
         AssertionError: a backend accepts the invalid instance.
     """
     verdicts = {name: _verdict(sample, name, backends) for name in _BACKENDS}
-    found = set(verdicts.values())
-    text = found.pop() if len(found) == 1 else ", ".join(f"{name}: {verdict}" for name, verdict in verdicts.items())
-    schema = json.dumps(sample.schema, ensure_ascii=False, separators=(",", ":")).replace("|", "\\|")
-    return [sample.keyword, f"`{schema}`", text]
+    if len(set(verdicts.values())) == 1:
+        return verdicts[_BACKENDS[0]]
+    return ", ".join(f"{name}: {text}" for name, text in verdicts.items())
 
 
 def _verdict(sample: Sample, name: str, backends: Backends) -> str:
@@ -147,7 +150,7 @@ def _verdict(sample: Sample, name: str, backends: Backends) -> str:
 
 
 def _accepts(grammar: CompiledGrammar, backends: Backends, value: Any) -> bool:
-    """Whether `value` is an output, with or without spaces between its JSON tokens."""
+    """Return whether `value` is an output, with or without spaces between its JSON tokens."""
     for separators in ((",", ":"), (", ", ": ")):
         matcher = grammar.matcher()
         try:
@@ -162,9 +165,18 @@ def _accepts(grammar: CompiledGrammar, backends: Backends, value: Any) -> bool:
 def page() -> str:
     """Return the page."""
     backends = Backends(vocabulary_of(checkpoint_path()))
-    samples = [Sample(**json.loads(line)) for line in SAMPLES.read_text().splitlines()]
-    lines = [f"| {' | '.join(row(sample, backends))} |" for sample in samples]
-    return _HEAD + "\n".join(lines) + "\n"
+    enforced = []
+    rows = []
+    for line in SAMPLES.read_text().splitlines():
+        sample = Sample(**json.loads(line))
+        text = verdict(sample, backends)
+        if text == "enforced":
+            enforced.append(sample.keyword)
+        else:
+            schema = json.dumps(sample.schema, ensure_ascii=False, separators=(",", ":")).replace("|", "\\|")
+            rows.append(f"| {sample.keyword} | `{schema}` | {text} |")
+    names = fill("; ".join(enforced), 120, break_on_hyphens=False)
+    return _PAGE.replace("{enforced}", names).replace("{rows}", "\n".join(rows))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@
 
 - by default vLLM's V2 runner computes with CPU tensors. Its streams do nothing, and its Triton kernels run in Triton's
   interpreter. Tokens are real, and a step takes about 0.1 s;
-- `SimulatedWorker`, for vLLM's option `worker_cls`, computes nothing. A forward pass takes `STEP_SECONDS` of a device
-  that works while the scheduler goes on. Tokens are random, but the masks allow them.
+- `SimulatedWorker`, for vLLM's option `worker_cls`, computes nothing. A forward pass takes `STEP_SECONDS`, while the
+  scheduler continues. Tokens are random, but the masks allow them.
 
-`python -m benchmarks.fake_device ARGUMENTS` is `vllm serve ARGUMENTS` on the first.
+`python -m benchmarks.fake_device ARGUMENTS` is `vllm serve ARGUMENTS` on the first device.
 
-They can't show: vLLM's platform and worker for CUDA (the worker for CPUs runs the same V2 runner); CUDA graphs, and
-batches that need another graph; races of streams, and copies that are not finished; the kernels' compiled form, speed
-and accuracy; the time that an engine needs for a real forward pass; more than one device; EAGLE and other drafting
-models.
+Neither device can test vLLM's platform and worker for CUDA (the worker for CPUs runs the same V2 runner), CUDA graphs,
+batches that need another graph, races of streams, unfinished copies, the speed and accuracy of compiled kernels, the
+time of a real forward pass, several devices, or EAGLE and other drafting models.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Measure decode steps on a GPU, with and without constraints: `python -m benchmarks.gpu`.
 
-The model has random weights, which are made in memory. All rows decode; each constrained row has a schema of its own, a
-long array of a real schema. Masks come from the engine's process (inline) or from Ray actors. Measured are
+The model has random weights, made in memory. All rows decode. Each constrained row has its own schema, a long array of
+a real schema. The engine's process (inline) or Ray actors compute the masks. Measured are
 
 - tokens/s, the time of a step, and the time between two tokens of a row (ITL), in ms;
-- the share of the time in which the device is busy, by torch's profiler, in some steps more;
-- the exposed mask time of a step: `prepare`, the wait for masks, and the kernel, on average, in ms; and late rows;
-- the seconds that engine and pool take to start, and the memory of the device.
+- the share of the time in which the device is busy, by torch's profiler, in additional steps;
+- the exposed mask time of a step (`prepare`, the wait for masks, the kernel), on average, in ms; and late rows;
+- the seconds in which engine and pool start, and the memory of the device.
 
 With `--vllm-python`, vLLM decodes with the same model in the same run. Writes gpu.json.
 """
@@ -54,9 +54,9 @@ SIZES: dict[str, tuple[type[PreTrainedConfig], int, int, int, dict[str, Any]]] =
     "8B": (LlamaConfig, 4096, 14336, 32, LLAMA),
     "tiny": (Qwen3Config, 64, 128, 2, TINY),
 }
-"""Architecture, hidden size, intermediate size and number of layers. `tiny` is for a try on a CPU."""
+"""Architecture, hidden size, intermediate size and number of layers. `tiny` tries the command on a CPU."""
 VOCAB = 131072
-"""Number of logits, at least, of all models but the tiny one."""
+"""Minimum number of logits, except of the tiny model."""
 PROMPT = 32
 """Tokens of a prompt."""
 MAX_SCHEMA = 4000
@@ -108,7 +108,7 @@ def make_model(size: str, device: str, tokenizer: Any) -> LoadedModel:
 
 
 def make_schemas(count: int, model: LoadedModel) -> list[dict[str, Any]]:
-    """Return different schemas of long arrays: of MaskBench's schemas, where these are at hand and compile."""
+    """Return different schemas of long arrays, of MaskBench's schemas if they are available and compile."""
     found: list[dict[str, Any]] = []
     pool = InlinePool(model.vocabulary)
     for row in read_rows(DATA) if DATA.exists() else ():
@@ -166,7 +166,7 @@ def measure(llm: LLM, rows: int, schemas: list[dict[str, Any]] | None, options: 
 
 
 def _step(engine: Any, counts: dict[str, int], arrivals: dict[str, list[float]]) -> None:
-    """Run a step, and note how many tokens each request has, and when they came."""
+    """Run a step, and record the number of tokens of each request, and their times."""
     outputs = engine.step()
     now = time.perf_counter()
     for output in outputs:
@@ -218,7 +218,7 @@ def started(model: LoadedModel, pool: str, actors: int, options: argparse.Namesp
 
 
 def ours(model: LoadedModel, schemas: list[dict[str, Any]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure our engine: unguided, and with each pool."""
+    """Measure this project's engine: unguided, and with each pool."""
     pools = [("unguided", "inline", 1), ("inline", "inline", 1)]
     pools += [(f"Ray, {actors} actor{'s' * (actors > 1)}", "ray", actors) for actors in options.actors]
     for way, pool, actors in tqdm(pools, unit=" ways", disable=None):
@@ -271,15 +271,15 @@ def measure_size(size: str, python: str | None, options: argparse.Namespace) -> 
 
 def main() -> None:
     parser = report.start(__doc__)
-    parser.add_argument("--size", choices=[*SIZES], nargs="+", default=["0.6B", "1.7B", "8B"], help="of the model")
+    parser.add_argument("--size", choices=[*SIZES], nargs="+", default=["0.6B", "1.7B", "8B"], help="model sizes")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--actors", type=int, nargs="*", default=[1, 4, 8], help="of the Ray pool, one run per number")
-    parser.add_argument("--steps", type=int, default=100, help="measured steps")
-    parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--device", default="cuda", help="cpu: to try the command, with --size tiny")
+    parser.add_argument("--actors", type=int, nargs="*", default=[1, 4, 8], help="numbers of mask actors, one run each")
+    parser.add_argument("--steps", type=int, default=100, help="number of measured steps")
+    parser.add_argument("--enforce-eager", action="store_true", help="run without CUDA graphs")
+    parser.add_argument("--device", default="cuda", help="cpu, with --size tiny, only tries the command")
     parser.add_argument("--vllm-python", help="a Python interpreter with vLLM")
     default = os.environ.get("TOKENIZER", str(checkpoint_path()))
-    parser.add_argument("--tokenizer", default=default, help="folder ($TOKENIZER, or the embedded model's)")
+    parser.add_argument("--tokenizer", default=default, help="its folder ($TOKENIZER, or the embedded model's)")
     options = parser.parse_args()
     if options.quick:
         options.size, options.rows, options.actors, options.steps = options.size[:1], options.rows[:1], [1], 30

@@ -1,12 +1,13 @@
 """Faults in the masks of one sequence, the same in every engine that uses llguidance.
 
-Both our actors and vLLM call `llguidance.LLMatcher`. `install` replaces it with a factory that makes the library's own
-matchers, and wraps those whose grammar contains the name of one of `FAULTS`, for example as a property of a JSON
+The mask actors and vLLM call `llguidance.LLMatcher`. `install` replaces it with a factory that makes the library's own
+matchers, and wraps those with the name of one of `FAULTS` in their grammar, for example as a property of a JSON
 Schema. A wrapped matcher behaves like the library's until it has accepted `FAULT_AT` tokens. From then on each mask has
-the fault. Accepted tokens are counted, not masks, so a matcher that is opened again from its history (a replay) fails
-at the same position.
+the fault. Accepted tokens are counted, not masks, so that a matcher that is opened again from its history (a replay)
+fails at the same position.
 
-It runs in vLLM's environment too, so it imports only what both have. `benchmarks/startup` installs it in a process.
+The module runs in vLLM's environment too, so it imports only packages of both. `benchmarks/startup` installs the faults
+in a process.
 """
 
 from __future__ import annotations

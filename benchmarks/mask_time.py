@@ -1,14 +1,13 @@
-"""Measure what a mask costs in a worker, and how much of it is the adapter's: `python -m benchmarks.mask_time`.
+"""Measure the cost of a mask in a worker, and the adapter's share of it: `python -m benchmarks.mask_time`.
 
 Rows follow real documents on one CPU. At each step every row accepts its last token and fills its next mask, in turns:
 
 - `adapter`: `Matcher.accept_tokens` and `Matcher.fill_bitmask`;
 - `worker`: `MaskWorker.fill`, as an actor calls it.
 
-With `--checked`, the documents are those of schemas with a keyword that is only checked, and each token is validated.
+With `--checked`, the schemas have a keyword that is only checked, and each token is validated.
 
-Prints microseconds per row, and the ratio of worker to adapter: the worker's part of a mask. Writes
-mask_time.{json,png}.
+Prints microseconds per row, and the ratio of worker to adapter. Writes mask_time.{json,png}.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ COLUMNS = {
 def compiled(
     drawn: Sequence[Document], backends: Backends, backend: str, *, checked: bool
 ) -> list[tuple[CompiledGrammar, Document]]:
-    """Return the documents that a backend accepts, with their grammars; `checked`: those with a checked keyword."""
+    """Return the documents that a backend accepts, with their grammars. `checked`: only with a checked keyword."""
     found = []
     for document in drawn:
         try:
@@ -84,8 +83,8 @@ def measure(rows: Sequence[tuple[CompiledGrammar, Document]], vocabulary: Vocabu
 def main() -> None:
     parser = report.start(__doc__)
     parser.add_argument("--backend", nargs="+", default=["llguidance", "xgrammar"])
-    parser.add_argument("--rows", type=int, default=64, help="each with a schema of its own, if there are as many")
-    parser.add_argument("--checked", action="store_true", help="only schemas with a keyword that is checked")
+    parser.add_argument("--rows", type=int, default=64, help="rows, each with its own schema if there are as many")
+    parser.add_argument("--checked", action="store_true", help="use only schemas with a keyword that is checked")
     options = parser.parse_args()
     repeat = 2 if options.quick else 10
     started_on = report.machine()

@@ -1,10 +1,10 @@
-"""How many real schemas does a backend enforce, and how fast? MaskBench's protocol.
+"""Measure how many real schemas a backend enforces, and how fast, by MaskBench's protocol.
 
     python -m benchmarks.maskbench
 
-Compiles each schema and replays its instances token by token. Valid ones must be accepted, invalid ones rejected.
-Prints the outcomes, the refusals by keyword, and the times. Writes maskbench.{json,png}. Exit
-status 1 if an invalid instance is accepted.
+Compiles each schema and replays its instances token by token. Valid instances must be accepted, invalid ones rejected.
+Prints the outcomes, the refusals by keyword, and the times. Writes maskbench.{json,png}. Exit status 1 if an invalid
+instance is accepted.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Result:
     reason: str = ""
     """The error's message, or the instance that was not decided as expected."""
     reordered: bool = False
-    """A valid instance was accepted only with its properties in the schema's order."""
+    """Whether a valid instance was accepted only with its properties in the schema's order."""
     not_enforced: tuple[str, ...] = ()
     checked: tuple[str, ...] = ()
-    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
+    """JSON pointers of keywords that the mask does not enforce, and that are checked at the end of the output."""
     compile_seconds: float = 0.0
-    """Includes the first mask."""
+    """Seconds of the compilation with the first mask."""
     mask_seconds: list[float] = field(default_factory=list)
-    """For each mask along the instances, including the acceptance of the token after it."""
+    """Seconds of each mask of the instances, with the acceptance of the token after the mask."""
 
     @property
     def keyword(self) -> str:
@@ -84,7 +84,7 @@ def judge_all(
     Args:
         entries: each `{"id", "schema", "tests": [{"valid", "data"}]}`.
         names: backends to try in order.
-        seconds: time limit of a compilation. One that takes longer is a `timeout`.
+        seconds: time limit of a compilation. A longer compilation is a `timeout`.
     """
     process = BackendProcess(vocabulary, names)
     try:
@@ -129,7 +129,7 @@ def _judge(backends: Backends, entry: Mapping[str, Any], names: Sequence[str], s
 
 
 def accepts(matcher: Matcher, document: Any, vocabulary: Vocabulary, seconds: list[float]) -> bool:
-    """Whether every mask allows the next token of `document` as JSON text. Appends the seconds of each mask."""
+    """Return whether every mask allows the next token of `document` as JSON text. Appends the seconds of each mask."""
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
     for token in vocabulary.encode(json.dumps(document, ensure_ascii=False)):
         started = time.perf_counter()
@@ -171,8 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = report.start(__doc__)
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of MaskBench (default: %(default)s)")
     parser.add_argument("--backend", default=AUTO)
-    parser.add_argument("--seconds", type=float, default=10.0, help="time limit of a compilation")
-    parser.add_argument("--every", type=int, default=1, help="only every Nth schema")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time limit of a compilation, in seconds")
+    parser.add_argument("--every", type=int, default=1, help="use only every Nth schema")
     parser.add_argument("--lines", type=Path, help="write one line of JSON per schema to this file")
     options = parser.parse_args(argv)
     if options.quick:

@@ -1,12 +1,12 @@
-"""What do mask actors on other nodes cost, by the delay of the network? Needs root: `python -m benchmarks.namespaces`.
+"""Measure masks of actors on other nodes, by the delay of the network. Needs root: `python -m benchmarks.namespaces`.
 
-Three Ray nodes run on this machine, each in a network, PID and mount namespace of its own: with its own /tmp and
-/dev/shm, like a container. The engine is on the first, and the mask actors on the second and third. The nodes are
-connected by TUN devices. This process forwards their packets, each after the same delay, so no kernel module is needed
-(`tc netem` is missing in many containers). What that costs shows in the line without delay.
+Three Ray nodes run on this machine, each in its own network, PID and mount namespace, with its own /tmp and /dev/shm,
+like a container. The engine is on the first, the mask actors are on the second and third. TUN devices connect the
+nodes. This process forwards their packets, each after the same delay, so that no kernel module is needed (`tc netem` is
+missing in many containers). The line without delay shows the cost of this.
 
-Rows, forward pass and figures are those of `benchmarks.step_overhead`. In the end the third node disappears under load:
-its packets are dropped and its processes killed. Exit status 1 if that costs a row. Writes namespaces.{json,png}.
+Rows, forward pass and figures are those of `benchmarks.step_overhead`. At the end the third node disappears under load:
+its packets are dropped and its processes killed. Exit status 1 if a row is lost. Writes namespaces.{json,png}.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Network:
 
     def __init__(self) -> None:
         self.delay = 0.0
-        """Seconds, of each packet."""
+        """Delay of each packet, in seconds."""
         self.lost: set[int] = set()
-        """Nodes that are cut off."""
+        """Nodes without a connection."""
         self._devices: dict[int, int] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="network", daemon=True)
@@ -110,7 +110,7 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def ray_node(number: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a Ray node in namespaces of its own until the block ends. All its processes end with the one returned."""
+    """Run a Ray node in its own namespaces until the block ends. All its processes end with the yielded process."""
     address = f"--node-ip-address=10.77.0.{number} --num-cpus=1 --object-store-memory=100000000 --block"
     where = f"--address={_HEAD} --resources='{{\"guided_mask\": 2}}'"
     where = f"--head --port={_HEAD.rpartition(':')[2]} --include-dashboard=false" if number == 1 else where
@@ -150,7 +150,7 @@ def python_within(node: subprocess.Popen[bytes]) -> Iterator[str]:
 def measure(
     network: Network, python: str, third: subprocess.Popen[bytes], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Return the figures by delay, and those of the run in which the third node disappears."""
+    """Return the figures by delay, and of the run in which the third node disappears."""
     pool = {"address": _HEAD, "placement": "guided_mask", "actor_cpus": 0, "max_replays": 1}
     given = {"actors": 2, "compile_seconds": 10.0, "pool": {**pool, "pool_wait": 120.0}}
     tokens = Tokens.tekken()
@@ -182,7 +182,7 @@ def measure(
 def main() -> None:
     parser = report.start(__doc__)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--delay", type=float, nargs="+", default=[0.0, 1.0, 10.0], help="milliseconds")
+    parser.add_argument("--delay", type=float, nargs="+", default=[0.0, 1.0, 10.0], help="network delays, ms")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--schemas", type=int, default=96)
     options = parser.parse_args()
@@ -191,7 +191,7 @@ def main() -> None:
     missing = [each for each in ("ip", "unshare", "nsenter") if shutil.which(each) is None]
     if os.geteuid() or missing:
         report.fail(f"needs root and {', '.join(missing) or 'its rights'}: namespaces and TUN devices are made")
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # of all processes: these nodes can be reached from nowhere else
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # of all processes: no other machine reaches these nodes
     started_on = report.machine()
     with Network() as network, contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(ray_node(number)) for number in _NODES]

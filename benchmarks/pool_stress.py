@@ -1,9 +1,8 @@
-"""Stress the mask pool where a grammar is brought to an actor: `python -m benchmarks.pool_stress`.
+"""Stress the mask pool where grammars are brought to actors: `python -m benchmarks.pool_stress`.
 
-Each case prints what it measured beside its target: large grammars beside quick rows, streams beside new schemas and
-beside processes that take all CPUs, actors that are frozen, compile processes that are killed. Times are upper bounds
-on a machine that others use. It needs a checkout with its tests, for the faulty grammar library. Writes
-pool_stress.json.
+Each case prints its figures beside their targets: large grammars beside quick rows, streams beside new schemas and
+beside processes that take all CPUs, frozen actors, killed compile processes. On a machine with other load, times are
+upper bounds. The benchmark needs a checkout with its tests, for the faulty grammar library. Writes pool_stress.json.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from benchmarks.workload import DATA, read_rows, tekken
 SUPPORT = report.ROOT / "tests" / "support"
 GUIDED, UNGUIDED = 16, 8
 _PATIENCE = 300.0
-"""Seconds that a compilation may take here, with the start of the compile processes on a busy machine."""
+"""Time limit of a compilation, with the start of the compile processes on a busy machine, in seconds."""
 PLACES = ("import", "load", "fill:1", "idle")
 Row = dict[str, Any]
 _numbers = count()
@@ -90,7 +89,7 @@ def letters(made: Any, number: int) -> list[int]:
 
 
 def rows_beside(made: Any, sound: list[int], more: list[int], seconds: float = 60.0) -> Row:
-    """Run steps until the sequences `more` have a mask. Returns what the others felt."""
+    """Run steps until the sequences `more` have a mask. Returns the figures of the other sequences."""
     gaps, sending, slow_rows = [], [0.0], set[int]()
     submit = made.pool.submit
 
@@ -124,7 +123,7 @@ def rows_beside(made: Any, sound: list[int], more: list[int], seconds: float = 6
 
 
 def with_before(made: Any, sound: list[int], open_more: Callable[[], list[int]]) -> Row:
-    """Measure the rows `sound` for two seconds alone, then beside others; and the lock in the actors meanwhile."""
+    """Measure the rows `sound` for two seconds alone, then beside others, with the interpreter lock of the actors."""
     with tempfile.TemporaryDirectory() as directory:
         made.go_on(made.open(f"watch@load={directory}/lock", number=2))  # in each actor
         before = rows_beside(made, sound, [], seconds=2.0)
@@ -162,7 +161,7 @@ def xgrammar(options: argparse.Namespace) -> Row:
 
 
 def frozen(options: argparse.Namespace) -> Row:
-    """An actor that is frozen for ever while it imports, loads, fills, or is idle: the longest gap of its rows."""
+    """An actor that is frozen while it imports, loads, fills, or is idle: the longest gap of its rows."""
     found = {}
     for place in PLACES:
         with tempfile.TemporaryDirectory() as directory:
@@ -226,9 +225,9 @@ def schemas() -> list[str]:
 
 
 async def streams(engine: Any, seconds: float, burst: int, every_schema: bool) -> Row:
-    """Run guided and unguided streams. After half of the time come `burst` requests with new schemas at once.
+    """Run guided and unguided streams. After half of the time, send `burst` requests with new schemas at once.
 
-    With `every_schema`, each guided stream takes another real schema, and every seventh uses xgrammar.
+    With `every_schema`, each guided stream has a different real schema, and every seventh stream uses xgrammar.
     """
     from engine.sampling_params import SamplingParams
     from guided.errors import GuidedError
@@ -301,7 +300,7 @@ def soak(options: argparse.Namespace) -> Row:
 
 
 def chaos(options: argparse.Namespace) -> Row:
-    """`benchmarks.chaos`, for as long as the streams."""
+    """`benchmarks.chaos`, for the time of the streams."""
     with tempfile.TemporaryDirectory() as directory:
         minutes = str(options.seconds / 60)
         command = [sys.executable, "-m", "benchmarks.chaos", "--minutes", minutes, "--every", "6", "--max-replays", "1"]
@@ -323,7 +322,7 @@ CASES: dict[str, tuple[Callable[[argparse.Namespace], Row], str]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)} (default: all)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the soak, the burst and chaos (default: 20)")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""How long prompts take in the engine and in transformers' `generate`, in CPU seconds of one thread.
+"""Measure the prefill of prompts in the engine and in transformers' `generate`, in CPU seconds of one thread.
 
 `python -m benchmarks.prefill` makes a random model like Qwen3 (hidden 1,024, 12 layers, 151,936 tokens; 1.3 GB twice).
 """

@@ -37,7 +37,7 @@ class _Order:
         return {name: self.ordered(value[name], _of_property(parts, name)) for name in names}
 
     def _parts(self, value: Any, schema: Any) -> Iterator[dict[str, Any]]:
-        """Yield the schema, in the place of its `properties`, and the parts of it that `value` satisfies."""
+        """Yield the schema, at the place of its `properties`, and its parts that `value` satisfies."""
         if not isinstance(schema, dict):
             return
         for keyword, content in {**schema, "properties": None}.items():

@@ -1,19 +1,17 @@
-"""Are all random outputs that end `stop` valid? `python -m benchmarks.random_outputs --count 20000`.
+"""Check that all random outputs that end `stop` are valid: `python -m benchmarks.random_outputs --count 20000`.
 
 Random constraints (regexes, choices, grammars, schemas of all drafts; with `--schemas FILE`, the schemas of MaskBench)
-are compiled with every backend and with "auto".
-Outputs are sampled from the masks: uniformly, or with random biases and temperatures, as a model with any weights
-could. An output that ends with a stop token is validated as a whole by code that does not use the service
-(`benchmarks/random_constraints/validation.py`). No server is needed. The work is done in a process that is replaced
-when it crashes or takes longer than `--limit` seconds for one constraint and backend.
+are compiled with every backend and with "auto". Outputs are sampled from the masks: uniformly, or with random biases
+and temperatures, as a model with any weights could. An output that ends with a stop token is validated as a whole by
+code that does not use the service (`benchmarks/random_constraints/validation.py`). No server is needed. A process does
+the work, and is replaced when it crashes or takes longer than `--limit` seconds for one constraint and backend.
 
 With `--checked`, a model answers the schemas of ../shared/data/checked-dev.jsonl.gz, with keywords that are checked:
 see `benchmarks/random_constraints/checked.py`.
 
 Prints a line per backend and kind, and every violation: an invalid output, a row that fails, a crash of a library. The
-exit status is 1 after a violation. `--seed` and the number of a case reproduce it: `--first N --cases 1`. Writes
-random_outputs.{json,png}.
-Ctrl-C ends the run early.
+exit status is 1 after a violation. `--seed` and the number of a case reproduce it: `--first N --cases 1`. Ctrl-C ends
+the run early. Writes random_outputs.{json,png}.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ _ENDED = ("stop", "invalid")
 
 @dataclass(frozen=True)
 class Result:
-    """What happened to `count` outputs of a case."""
+    """The outcome of `count` outputs of a case."""
 
     outcome: str
     """`stop` (valid), `invalid`, `not met` (a checked keyword), `failed` (the row), `cut`, `refused`, `error`;
@@ -143,7 +141,7 @@ def sample(vocabulary: Vocabulary, grammar: CompiledGrammar, source: random.Rand
 
 
 def _logits(vocabulary: Vocabulary, source: random.Random) -> NDArray[np.float64]:
-    """Return the logits of a model without context, divided by a temperature: some prefer ends and short tokens."""
+    """Return the logits of a model without context, divided by a temperature. Some prefer ends and short tokens."""
     size = vocabulary.padded_vocab_size
     generator = np.random.default_rng(source.getrandbits(32))
     logits = generator.normal(size=size) * source.choice([0.0, 0.0, 0.5, 3.0])
@@ -206,9 +204,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=120, help="maximum length of an output")
     parser.add_argument("--limit", type=float, default=15.0, help="seconds for one constraint and backend")
     parser.add_argument("--schemas", type=Path, help="MaskBench's schemas (.jsonl.gz) instead of random constraints")
-    parser.add_argument("--backend", choices=WAYS, action="append", help="default: all, and auto")
+    parser.add_argument("--backend", choices=WAYS, action="append", help="backends (default: all, and auto)")
     parser.add_argument("--checked", action="store_true", help="answers of a model under keywords that are checked")
-    parser.add_argument("--model", help="with --checked: a model instead of the embedded one")
+    parser.add_argument("--model", help="with --checked: the model (default: the embedded one)")
     parser.add_argument("--way", default=AUTO, help="with --checked: the backend")
     parser.add_argument("--verbose", action="store_true", help="with --checked: print every answer")
     options = parser.parse_args()

@@ -19,13 +19,13 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-"""Where results are written by default."""
+"""The default folder of results."""
 Panels = Mapping[str, str]
 LIBRARIES = ("torch", "llguidance", "xgrammar", "outlines_core", "lm-format-enforcer", "ray", "transformers")
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line and exit with status 2: an argument can't be used."""
+    """Print one line and exit with status 2, for an invalid argument."""
     print(f"{_name()}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -99,7 +99,7 @@ def write_json(path: Path, setting: Mapping[str, Any], results: Any, started_on:
 
 
 def _portable(value: Any) -> Any:
-    """Replace absolute paths, which mean nothing on another machine."""
+    """Replace absolute paths, which do not exist on other machines."""
     if not isinstance(value, str | Path):
         return value
     path = Path(value)
@@ -108,17 +108,25 @@ def _portable(value: Any) -> Any:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else f"DIR/{path.name}"
 
 
-def print_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Print rows below headings.
+def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
+    """Return the lines of a table: headings, then rows. Columns with text are aligned to the left.
 
     Args:
         columns: key of a row -> heading.
     """
-    cells = [[cell(row.get(key)) for key in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns.values(), *cells, strict=True)]
-    print("  ".join(heading.rjust(width) for heading, width in zip(columns.values(), widths, strict=True)))
-    for line in cells:
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+    values = [[row.get(key) for key in columns] for row in rows]
+    cells = [list(columns.values()), *([cell(value) for value in row] for row in values)]
+    for place in range(len(columns)):
+        width = max(len(line[place]) for line in cells)
+        has_text = any(isinstance(row[place], str) for row in values)
+        for line in cells:
+            line[place] = line[place].ljust(width) if has_text else line[place].rjust(width)
+    return ["  ".join(line).rstrip() for line in cells]
+
+
+def print_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Print a table."""
+    print("\n".join(table(rows, columns)))
 
 
 def cell(value: Any) -> str:

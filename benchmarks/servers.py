@@ -23,8 +23,8 @@ from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU
 from benchmarks.report import ROOT
 from engine.default_model import checkpoint_path
 
-Kind = Literal["mask actor", "compile actor", "compile process"]
-_KINDS = {"mask actor": "MaskActor", "compile actor": "CompileActor", "compile process": "actors.compile_process"}
+Kind = Literal["mask actor", "compile process"]
+_KINDS = {"mask actor": "MaskActor", "compile process": "actors.compile_process"}
 """Kind of process -> part of its command line."""
 START_SECONDS = 600.0
 STOP_SECONDS = 90.0
@@ -105,9 +105,9 @@ def vllm_server(
 
     Args:
         python: an interpreter that has vLLM.
-        backend: of its structured outputs. None leaves them as vLLM configures them.
-        arguments: of the command, in addition.
-        switch: with `GUIDED_VLLM=1`, and two mask actors.
+        backend: backend of the structured outputs (None: vLLM's default).
+        arguments: additional arguments of the command.
+        switch: whether to set `GUIDED_VLLM=1`, with two mask actors.
         model: a checkpoint. Default: the embedded model.
         environment: additional environment variables.
     """

@@ -1,10 +1,10 @@
-"""Measure what guided requests cost at the HTTP server, and beside vLLM's: `python -m benchmarks.serving`.
+"""Measure the cost of guided requests at the HTTP server, beside vLLM's: `python -m benchmarks.serving`.
 
-Clients keep `--concurrency` streamed chat requests in flight. They run on the same machine and share its cores. None or
-all of the requests have a JSON Schema (16 different ones), and every answer has the same number of tokens. The servers
-are `guided serve` with each pool and, with `--vllm-python`, vLLM's CPU build with its guidance backend. All serve the
-embedded model, or the checkpoint of `--model`, with as many threads, and take turns. Reported are requests/s,
-tokens/s, time to first token (TTFT), time per output token after it (TPOT) and the time between two chunks of a stream
+Clients keep `--concurrency` streamed chat requests in flight, on the machine and the cores of the server. None or all
+of the requests have a JSON Schema (16 different ones), and every answer has the same number of tokens. The servers are
+`guided serve` with each pool and, with `--vllm-python`, vLLM's CPU build with its guidance backend. They take turns,
+and serve the embedded model, or the checkpoint of `--model`, with the same number of threads. Reported are requests/s,
+tokens/s, time to first token (TTFT), time per output token after it (TPOT), and the time between two chunks of a stream
 (ITL). Writes serving.{json,png}.
 """
 
@@ -45,14 +45,14 @@ COLUMNS = {
 
 @dataclass
 class Load:
-    """The answers of one server to one kind of requests, and the seconds in which they came."""
+    """The answers of one server to one kind of requests, and the seconds that they took."""
 
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
 
 
 def response_format(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the request field with which both servers take a JSON Schema."""
+    """Return the request field for a JSON Schema of both servers."""
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
 
 

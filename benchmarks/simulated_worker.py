@@ -16,7 +16,7 @@ from benchmarks.fake_device import STEP_SECONDS
 
 
 class SimulatedOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
-    """The tokens of a step. They are there when the device has computed it."""
+    """The tokens of a step, available when the device has computed the step."""
 
     def __init__(self, tokens: dict[str, list[int]], done_at: float) -> None:
         self._tokens = tokens
@@ -32,17 +32,17 @@ class SimulatedOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
 
 
 class SimulatedWorker(CPUWorker):  # type: ignore[misc]
-    """Takes one step after the other, as a device does, while the engine goes on."""
+    """Run one step after the other, as a device does, while the engine continues."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._seconds = float(os.environ[STEP_SECONDS])
         self._free_at = 0.0
-        """When the device has computed everything that it was given."""
+        """The time at which the device has computed all its steps."""
         self._lengths: dict[str, int] = {}
-        """Number of tokens that each request had when it joined: those before the last give no token."""
+        """Number of tokens of each request when it joined. Only the last of them gives a token."""
         self._rows: dict[str, bool] = {}
-        """By request of the step: whether a token is sampled."""
+        """Request of the step -> whether a token is sampled."""
 
     def determine_available_memory(self) -> int:
         return 1 << 30

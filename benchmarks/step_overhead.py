@@ -1,19 +1,20 @@
 """Measure what token masks add to a decode step: `python -m benchmarks.step_overhead --vllm-python PATH`.
 
 Each way of masking runs in its own process, and the processes take turns. All decode the same rows: a row writes a real
-instance of a real JSON Schema token by token, whatever the logits say, and then the next one. So the masks are those of
-real outputs. The forward pass is simulated: it takes a fixed time and no CPU, like a forward pass on a GPU.
+instance of a real JSON Schema token by token, whatever the logits say, and then the next instance, so that the masks
+are those of real outputs. Every row has its own schema, and no document is used twice. The forward pass is simulated:
+it takes a fixed time and no CPU, like a forward pass on a GPU.
 
 Measured per step:
 
 - its time;
-- the *exposed* mask time. Ours: `prepare()`, and the time that `apply()` waits. vLLM: the part of `grammar_bitmask`
-  that outlasts the forward pass, and `accept_tokens`;
-- the *hidden* mask time: mask work in all processes that ran during the forward pass;
+- the *exposed* mask time. In this project: `prepare()`, and the time that `apply()` waits. In vLLM: the part of
+  `grammar_bitmask` that outlasts the forward pass, and `accept_tokens`;
+- the *hidden* mask time: mask work in all processes during the forward pass;
 - the kernel, which writes -inf. It is device work, and runs on the CPU here;
 - the CPU time of the engine's process, without the kernel.
 
-Every row has its own schema, and no document is used twice. Writes step_overhead.{json,png}.
+Writes step_overhead.{json,png}.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.peers.rows import Document
 from benchmarks.workload import Tokens, documents
 
 COUNTS = {"llguidance": 256, "xgrammar": 48}
-"""Number of schemas drawn per backend: as many as every way of masking can compile in reasonable time."""
+"""Number of schemas per backend: all ways of masking can compile them in reasonable time."""
 MAX_SCHEMA = {"llguidance": 8000, "xgrammar": 2000}
 COLUMNS = {
     "backend": "backend",
@@ -91,11 +92,11 @@ def measure(
 def parsed() -> argparse.Namespace:
     parser = report.start(__doc__)
     parser.add_argument("--backend", nargs="+", choices=[*COUNTS], default=[*COUNTS])
-    parser.add_argument("--batch", type=int, nargs="+", default=[64, 256, 1024], help="rows")
-    parser.add_argument("--actors", type=int, nargs="+", default=[1, 2], help="of our pool, one process per number")
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 256, 1024], help="numbers of rows")
+    parser.add_argument("--actors", type=int, nargs="+", default=[1, 2], help="mask actors, one process per number")
     parser.add_argument("--steps", type=int, default=100, help="measured steps per way of masking")
     parser.add_argument("--rounds", type=int, default=2, help="number of turns per way of masking")
-    parser.add_argument("--seconds", type=float, default=6.0, help="time limit per way and batch")
+    parser.add_argument("--seconds", type=float, default=6.0, help="time limit per way and batch, in seconds")
     parser.add_argument("--before", type=Path, help="a checkout of an earlier version, measured in the same run")
     parser.add_argument("--vllm-python", help="a Python interpreter with vLLM (docs/benchmarks.md)")
     options = parser.parse_args()

@@ -1,12 +1,12 @@
 """Measure what one row with slow masks does to the other rows: `python -m benchmarks.stragglers --vllm-python PATH`.
 
 Each mask of one row takes 200 ms longer: it sleeps ("sleep"), or it waits in C and keeps the interpreter lock ("hold").
-All engines get the same delay (`benchmarks.injected_faults`). The other rows have a schema each, or all one schema,
-whose matchers share a lexer in llguidance.
+All engines get the same delay (`benchmarks.injected_faults`). Each of the other rows has its own schema, or all have
+one schema, whose matchers share a lexer in llguidance.
 
 The result is the inter-token latency of the *other* rows, compared with a run of the same rows in which no row is slow,
-and the latency of the slow row. Rows, forward pass and turns are those of `benchmarks.step_overhead`. Ours runs with
-the engine's deadline for masks, and without one. Writes stragglers.{json,png}.
+and the latency of the slow row. Rows, forward pass and turns are those of `benchmarks.step_overhead`. The pool of
+actors runs with the engine's deadline for masks, and without. Writes stragglers.{json,png}.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def figures(without: Samples, with_: Samples) -> dict[str, Any]:
         row[f"ratio_{at}"] = round(row[f"itl_{at}"] / row[f"without_{at}"], 3)
     row["again_percent"] = round(100 * sum(with_.again) / (len(with_.latency) + len(with_.slow_latency)), 2)
     row["refused"] = without.refused + with_.refused
-    row["abandoned"] = len(row["refused"])  # documents whose next token a mask forbade: none, if all is well
+    row["abandoned"] = len(row["refused"])  # documents with a next token that a mask forbade: normally none
     row["tokens"] = {"without": len(without.latency), "with": len(with_.latency), "slow row": len(with_.slow_latency)}
     return row
 
@@ -98,8 +98,8 @@ def parsed() -> argparse.Namespace:
     parser = report.start(__doc__)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=320, help="measured steps per way, if the time is enough")
-    parser.add_argument("--seconds", type=float, default=10.0, help="time limit per way and run")
+    parser.add_argument("--steps", type=int, default=320, help="measured steps per way, within the time limit")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time limit per way and run, in seconds")
     parser.add_argument("--rounds", type=int, default=2, help="number of turns per way of masking")
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--vllm-python", help="a Python interpreter with vLLM (docs/benchmarks.md)")

@@ -9,18 +9,18 @@
 
 - `sleep`, `hold`, `raise`, `segfault`, `endless` are injected into the victim's masks (`benchmarks.injected_faults`):
   take 0.2 s; the same in C with the interpreter lock; raise; read from address 0; never return;
-- `killed actor`: a mask actor is killed while they run.
+- `killed actor`: a mask actor is killed during the requests.
 
 Reported are the answers of the victim and of the others, the others' inter-token latency and longest gap, and whether
-the server answers afterwards. Servers that don't are started again. `guided serve` runs the same for comparison.
-Writes vllm.{json,png}.
+the server answers afterwards. A server that does not answer is started again. `guided serve` runs the same for
+comparison. Writes vllm.{json,png}.
 
     python -m benchmarks.vllm --vllm-python PATH --device cuda
     python -m benchmarks.vllm --vllm-python PATH --simulated-step 0.005
 
 measure the engine's steps instead, without a server: `benchmarks.vllm_engine` has the cases. One engine runs at a time.
-The second is for a machine without a GPU: vLLM's V2 scheduling, and a device that computes nothing, but takes this many
-seconds for a forward pass (`benchmarks.fake_device`). Writes vllm_DEVICE.json.
+The second command needs no GPU: it measures vLLM's V2 scheduling with a device that computes nothing, but takes this
+many seconds for a forward pass (`benchmarks.fake_device`). Writes vllm_DEVICE.json.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ ENGINES: dict[str, tuple[str | None, bool]] = {
     "GUIDED_VLLM=1, xgrammar": ("xgrammar", True),
     "GUIDED_VLLM=1, llguidance": ("guidance", True),
 }
-"""Way -> backend, and whether our switch is on."""
+"""Way -> backend, and whether `GUIDED_VLLM` is set."""
 STEP_COLUMNS = {
     "way": "way",
     "requests": "requests",
@@ -102,7 +102,7 @@ async def outcome_of(http: httpx.AsyncClient, schema: dict[str, Any] | None) -> 
     """Send a streamed request, with a schema or with a fixed number of tokens.
 
     Returns:
-        valid, invalid, or what failed; and the answer.
+        valid, invalid, or the failure; and the answer.
     """
     body: dict[str, Any] = {"messages": serving.MESSAGES, "temperature": 0, "stream": True, "max_tokens": 600}
     body |= serving.response_format(schema) if schema else {"ignore_eos": True, "max_tokens": PLAIN_TOKENS}
@@ -119,7 +119,7 @@ async def outcome_of(http: httpx.AsyncClient, schema: dict[str, Any] | None) -> 
 
 
 async def run_beside(server: Server, victim: str, kill: bool) -> list[tuple[str, Answer]]:
-    """Run the victim, with a property of this name in its schema, and the others. Returns their outcomes, it first."""
+    """Run the victim, with this property in its schema, and the others. Returns the outcomes, the victim first."""
     schemas = [*(people(f"name_{index}", 8) for index in range(4)), None, None]
     async with httpx.AsyncClient(base_url=server.url, timeout=None) as http:
         tasks = [asyncio.ensure_future(outcome_of(http, schema)) for schema in (people(victim, 4), *schemas)]
@@ -217,13 +217,13 @@ def engine_steps(python: str, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = serving.start(__doc__)
     parser.add_argument("--device", choices=["cuda"], help="measure the engine's steps on a GPU")
-    parser.add_argument("--simulated-step", type=float, help="measure them on a device that takes this many seconds")
-    parser.add_argument("--requests", type=int, nargs="+", default=[8, 64, 256], help="of the engine, at once")
+    parser.add_argument("--simulated-step", type=float, help="measure them with a simulated device: seconds of a step")
+    parser.add_argument("--requests", type=int, nargs="+", default=[8, 64, 256], help="requests of the engine at once")
     parser.add_argument(
-        "--beside", type=int, nargs="*", default=[64], help="those with a late one, a new schema, a kill"
+        "--beside", type=int, nargs="*", default=[64], help="requests beside a late one, a new schema, a kill"
     )
-    parser.add_argument("--engine-tokens", type=int, default=200, help="tokens of each request of the engine")
-    parser.add_argument("--way", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines")
+    parser.add_argument("--engine-tokens", type=int, default=200, help="tokens per request of the engine")
+    parser.add_argument("--way", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines to measure")
     parser.add_argument("--model", help="the engine's model (default: the embedded one)")
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--fault", nargs="*", choices=FAULTS, default=list(FAULTS))

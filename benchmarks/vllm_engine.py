@@ -1,9 +1,9 @@
 """Measure steps of vLLM's engine in this process, without a server: a child of `benchmarks.vllm`.
 
-`python -m benchmarks.vllm_engine OPTIONS` runs in vLLM's environment. OPTIONS and the rows that it prints are JSON.
+`python -m benchmarks.vllm_engine OPTIONS` runs in vLLM's environment. OPTIONS and the printed rows are JSON.
 
-Cases: `steady`, N requests at once; and for some N, beside N requests: `late`, one whose masks take `SLOW_SECONDS`;
-`new schema`, one with a schema that is new joins in the middle. In `actors killed` nothing joins, and mask actors are
+The case `steady` has N requests at once. For some N, further cases have N requests beside one request: in `late` its
+masks take `SLOW_SECONDS`, in `new schema` it joins in the middle with a new schema. In `actors killed`, mask actors are
 killed in the middle.
 """
 
@@ -31,7 +31,7 @@ from benchmarks.serving import MESSAGES, NAMES, SCHEMAS, endless_schema
 SETTLED = 8
 """Number of tokens after which the gaps of a request count."""
 MIDDLE = 0.4
-"""Share of the run after which something happens in its middle."""
+"""Share of the run after which the event in the middle happens."""
 
 
 def schema_with(name: str) -> dict[str, Any]:
@@ -85,11 +85,11 @@ class Engine:
     def run(
         self, count: int, victim: dict[str, Any] | None = None, in_the_middle: Callable[[], Any] | None = None
     ) -> tuple[list[list[float]], list[float]]:
-        """Run `count` requests, and perhaps another from the start, or what happens in the middle.
+        """Run `count` requests, perhaps with another request from the start, or with an event in the middle.
 
         Returns:
-            The times of the tokens of the `count`, and those of the other: of a request that joined in the middle, from
-            the time that it came.
+            The times of the tokens of the `count` requests, and of the other request. If it joined in the middle, they
+            start at that time.
         """
         others = [
             self.add(endless_schema(i % SCHEMAS) if self._is_guided else None, self._tokens) for i in range(count)

@@ -63,7 +63,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def documents(tokens: Tokens, count: int, *, max_schema: int) -> list[Document]:
-    """Return one instance each, of `LENGTHS` tokens, of up to `count` random schemas.
+    """Return an instance, of `LENGTHS` tokens, of each of up to `count` random schemas.
 
     Args:
         max_schema: maximum characters of a schema. Some backends need minutes to compile larger ones.

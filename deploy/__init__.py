@@ -1,1 +1,1 @@
-"""What an operator needs: the Ray Serve application and its configuration."""
+"""The Ray Serve application and its configuration, for operators."""

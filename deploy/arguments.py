@@ -12,14 +12,14 @@ from engine.server.options import OPTIONS, ServeOptions
 from guided.pools.options import NodePlacement
 
 RESOURCES = {"num_cpus": 1.0, "num_gpus": 0.0}
-"""What Ray reserves for a replica, unless the arguments say otherwise. A replica sees no GPUs but those."""
+"""Resources that Ray reserves for a replica by default. A replica sees only the GPUs that it reserves."""
 
 _fields: dict[str, Any] = {name: (float, default) for name, default in RESOURCES.items()}
 _fields |= {option.name: (option.type, option.default) for option in OPTIONS if not option.process_only}
 Arguments = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **_fields)
 """`args` in the configuration, or `name=value` on the command line: the options of `guided serve`, and `RESOURCES`.
 
-Missing are options for which Ray Serve has its own settings (host, port, ray_address, and those of connections) and
+Options for which Ray Serve has its own settings (host, port, ray_address, and those of connections) are left out. So is
 `api_key`, because Ray keeps the arguments and shows them in its dashboard.
 """
 
@@ -29,10 +29,10 @@ _LEAST_CPUS = 0.001
 
 
 def placement_group(resources: Mapping[str, float], options: ServeOptions) -> dict[str, Any]:
-    """Return the settings of a deployment that reserve what a replica and its pool take, in one placement group.
+    """Return the settings of a deployment that reserve a replica and its pool in one placement group.
 
-    Otherwise the pools of two replicas could each take some of the CPUs that both need, and none would start. The
-    bundles are in the order of `actors.driver_process`: replica, mask actors.
+    Without a group, two replicas could each get some of the CPUs of their pools, and none would start. The bundles are
+    in the order of `actors.driver_process`: replica, mask actors.
     """
     if options.pool == "inline":
         return {}

@@ -1,6 +1,6 @@
 """The metrics of a replica in Ray's export, with the labels `replica`, `deployment` and `application`.
 
-A request for `/metrics` reaches any one replica. Ray exports the metrics of all replicas on every node.
+A request for `/metrics` reaches only one replica. Ray exports the metrics of all replicas on every node.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PERIOD_SECONDS = 5.0
 
 
 def export_to_ray(registry: CollectorRegistry) -> None:
-    """Copy a registry to Ray every few seconds, as long as it exists, on a thread.
+    """Copy a registry to Ray every few seconds, on a thread, as long as the registry exists.
 
     Every sample becomes a gauge with its name (`guided_engine_steps_total`, `..._bucket`), because Ray has no counters
     that can be set. Prometheus reads them as `ray_guided_...`.

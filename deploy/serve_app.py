@@ -26,7 +26,7 @@ from engine.server.options import ServeOptions, take_api_key
 from engine.server.process import settings_of, start_engine
 
 _NO_MASKS_SECONDS = 60.0
-"""A replica that has had no mask actor for this time is replaced. Until then its pool keeps trying to start them."""
+"""A replica without a mask actor for this time is replaced. Until then its pool tries to start actors."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -45,13 +45,13 @@ class GuidedServer:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._engine, self._settings)
-        app.openapi()  # FastAPI caches it: building it takes half a second
+        app.openapi()  # FastAPI caches the schema, which takes half a second
         context: ServerContext = app.state.context
         export_to_ray(context.metrics.registry)
         return app
 
     def check_health(self) -> None:
-        """Raise if the engine's thread has died, or no mask can be made: Ray Serve then replaces the replica."""
+        """Raise if the engine's thread has died, or no mask actor is up: Ray Serve then replaces the replica."""
         health = self._engine.health()
         if not health.alive:
             raise RuntimeError(f"the engine has died: {health.error}")

@@ -25,7 +25,7 @@ MAX_DRAFTS = 4
 def generate(
     model: Any, processor: GuidedProcessor, constraint: Constraint, prompt: list[int], max_tokens: int = 100
 ) -> tuple[list[int], int]:
-    """Return the output, greedily, and the number of forward passes. It is the output without drafts."""
+    """Return the greedy output, which is the output without drafts, and the number of forward passes."""
     vocabulary = processor.vocabulary
     compiled = compile_constraint(Backends(vocabulary), constraint, candidates(constraint.kind))
     matcher = compiled.grammar.matcher()  # in this process: only to propose drafts

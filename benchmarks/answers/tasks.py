@@ -1,8 +1,7 @@
 """Tasks with one right answer each, as applications send them to a model.
 
-The schemas are those that pydantic writes, zod writes (`z.toJSONSchema`), or people write by hand: none says
-`additionalProperties: false`. A call of a function is asked for with a schema, because the model's chat template has no
-tools.
+The schemas are written by pydantic, by zod (`z.toJSONSchema`), or by hand: none says `additionalProperties: false`.
+Tasks ask for a call of a function with a schema, because the model's chat template has no tools.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ KINDS = ("extraction", "nested lists", "classification", "tool calls", "regex an
 
 @dataclass(frozen=True)
 class Task:
-    """One question. Its constraint is a schema, a regex or a choice."""
+    """A question. Its constraint is a schema, a regex or a choice."""
 
     kind: str
     prompt: str

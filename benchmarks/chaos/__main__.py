@@ -3,16 +3,16 @@
 Clients keep `--concurrency` requests in flight: every kind of constraint on every backend, unconstrained requests,
 streamed and not, several choices, new constraints. Some clients disconnect.
 
-Every `--every` seconds an actor fails: a mask actor is killed (SIGKILL) or frozen (SIGSTOP), or the compile actor is
-killed. Halfway between there is another fault: a mask actor stops for 0.1 to 2 s, a compile process is killed, or the
-server gets a constraint that needs too much memory to compile or never ends, or an input from the file of hostile
-inputs (`--data`).
+Every `--every` seconds a mask actor is killed (SIGKILL) or frozen (SIGSTOP). Halfway between there is another fault: a
+mask actor stops for 0.1 to 2 s, a compile process is killed, or the server gets a constraint that needs too much memory
+to compile or never ends, or an input from the file of hostile inputs (`--data`).
 
-Every answer is checked. An output that ends `stop` satisfies its constraint. A greedy one with a repeated constraint
-equals the output without faults. An error is a declared one. A request that takes longer than two minutes is hung.
+Every answer is checked. An output that ends `stop` must satisfy its constraint. A greedy output with a repeated
+constraint must equal the output without faults. An error must be a declared one. A request that takes longer than two
+minutes counts as hung.
 
 The exit status is 1 after a violation: an invalid, different, undeclared or hung answer, a dead engine, a server that
-doesn't recover, and with `--max-replays` a good request (not hostile, and its client stayed) without a valid answer.
+does not recover, and with `--max-replays` a good request (not hostile, its client stayed) without a valid answer.
 Writes chaos.{json,png}.
 """
 
@@ -45,7 +45,7 @@ LIMIT_SECONDS = RECOVERY_SECONDS = 120.0
 
 
 async def inject_faults(scene: Scene, every: float, over: float) -> None:
-    """Inject faults until the time is over, alternately into an actor and of another kind."""
+    """Inject faults until the time is over: in turn a fault of an actor and another fault."""
     due = time.monotonic() + every / 2
     async with asyncio.TaskGroup() as tasks:
         for kinds in itertools.cycle((ACTOR_FAULTS, OTHER_FAULTS)):

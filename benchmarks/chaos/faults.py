@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.chaos.traffic import Request
 from benchmarks.report import ROOT
@@ -25,7 +25,7 @@ from guided.backends import AUTO, BACKENDS
 DATA = ROOT.parent / "shared" / "data" / "hostile-inputs.json"
 DEPTH = 100_000
 STREAM = 8
-"""Number of constraints that are sent of a hostile input that is a stream of them."""
+"""Number of constraints that are sent of a hostile input with a stream of constraints."""
 SLOW_SECONDS = (0.1, 2.0)
 MEMORY_HOGS: list[dict[str, Any]] = [
     {"regex": "[ab]*a[ab]{20}", "backend": "outlines"},  # an automaton of 2^21 states
@@ -44,7 +44,7 @@ class Event:
     """`time.monotonic()`."""
     fault: str
     index: int | None = None
-    """Index of the mask actor, if it was one."""
+    """Index of the mask actor, if the fault is one of a mask actor."""
     incarnation: int = 0
 
 
@@ -74,8 +74,8 @@ class Scene:
                 await self._send(fault, Request(0, {**MESSAGE, **fields}, hostile=f"memory hog {fields}"[:100]))
             case "hostile" if self.hostile:
                 await self._send(fault, self.source.choice(self.hostile))
-            case "compile process" | "compile actor":
-                await self._kill(fault)
+            case "compile process":
+                await self._kill_compile_process()
 
     async def _signal(self, fault: str) -> None:
         up = [actor for actor in self.actors() if actor["state"] == "up" and actor["pid"] not in self.stopped]
@@ -93,18 +93,18 @@ class Scene:
                 if pid not in self.stopped:  # otherwise it was frozen in the meantime
                     os.kill(pid, signal.SIGCONT)
 
-    async def _kill(self, fault: Literal["compile process", "compile actor"]) -> None:
-        pids = await asyncio.to_thread(self.server.pids, fault)
+    async def _kill_compile_process(self) -> None:
+        pids = await asyncio.to_thread(self.server.pids, "compile process")
         with contextlib.suppress(ProcessLookupError, IndexError):
             os.kill(self.source.choice(pids), signal.SIGKILL)
-            self.events.append(Event(time.monotonic(), fault))
+            self.events.append(Event(time.monotonic(), "compile process"))
 
     async def _send(self, fault: str, request: Request) -> None:
         self.events.append(Event(time.monotonic(), fault))
         await self.send(request)
 
 
-ACTOR_FAULTS = ("kill", "freeze", "compile actor")
+ACTOR_FAULTS = ("kill", "freeze")
 """Faults that end an actor."""
 OTHER_FAULTS = ("slow", "memory", "hostile", "compile process")
 

@@ -1,4 +1,4 @@
-"""Load: concurrent clients, and the verdict on each answer: valid, a declared error, or a violation."""
+"""Keep requests of concurrent clients in flight, and judge each answer: valid, a declared error, or a violation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.server.http_errors import QueueFull, ShuttingDown
 from guided.errors import GuidedError, InternalError
 
 REFERENCES = 4
-"""How often each repeated request is sent before the first fault."""
+"""Number of times that each repeated request is sent before the first fault."""
 LEAVE_SECONDS = 0.5
 Outcome = Literal["valid", "failed", "refused", "left", "invalid", "different", "undeclared", "hung"]
 MUST_NOT: tuple[Outcome, ...] = ("invalid", "different", "undeclared", "hung")
@@ -46,7 +46,7 @@ class Verdict:
 
 
 def verdict_of(request: Request, answer: Answer, references: Mapping[str, Choice]) -> Verdict:
-    """Return the verdict on an answer. The output of a hostile request is not checked, nor one that was cut.
+    """Return the verdict on an answer. The outputs of hostile requests, and outputs that were cut, are not checked.
 
     Args:
         references: `Request.key` -> output of the same request without faults.
@@ -92,7 +92,7 @@ def _unsatisfied(example: Example, text: str) -> str | None:
 
 
 def _of_error(error: Mapping[str, Any], answer: Answer) -> Verdict:
-    """Return the verdict on an error: it needs its fields, a specific code, and a time to retry where that helps."""
+    """Return the verdict on an error, which needs its fields, a specific code, and a time to retry if a retry helps."""
     if missing := {"message", "type", "param", "code"} - error.keys():
         return Verdict("undeclared", f"an error without {', '.join(sorted(missing))}")
     code, status = str(error["code"]), answer.status or 500
@@ -114,7 +114,7 @@ class Record:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was answered with an error."""
+        """Whether the answer is an error."""
         return self.verdict.outcome in ("failed", "refused")
 
     def describe(self) -> str:
@@ -172,7 +172,7 @@ class Load:
 
 
 async def _answer(http: httpx.AsyncClient, request: Request, limit: float) -> Answer:
-    """Send a request, and disconnect early if it says so: after some events of a stream, or some time."""
+    """Send a request. If its client leaves, disconnect after some events of a stream or some time."""
     number = request.number
     if not request.leaves:
         return await ask(http, request.body, limit)
@@ -184,8 +184,8 @@ async def _answer(http: httpx.AsyncClient, request: Request, limit: float) -> An
 async def reference_outputs(http: httpx.AsyncClient, limit: float) -> dict[str, Choice]:
     """Return the outputs of the repeated requests without faults: `Request.key` -> output.
 
-    Each is asked for several times, in batches with others. Where the output changes, rounding decides between two
-    tokens, and it is left out.
+    Each request is sent several times, in batches with others. Requests with different outputs are left out: rounding
+    decides between two tokens.
     """
     found: dict[str, set[tuple[str, str | None]]] = {}
     slots = asyncio.Semaphore(8)

@@ -1,4 +1,4 @@
-"""The health of the server during a chaos run; the run's figures and violations."""
+"""Record the health of the server during a chaos run, and the figures and violations of the run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Seen:
-    """One answer of /health."""
+    """An answer of /health."""
 
     at: float
     """`time.monotonic()`."""
     actors: list[dict[str, Any]]
-    """The actors in the answer; empty if there was none."""
+    """The actors in the answer; empty without an answer."""
     took: float
     """Seconds until the answer."""
 
@@ -61,7 +61,7 @@ class Watch:
 
 
 def seconds_to_replace(events: Sequence[Event], seen: Sequence[Seen]) -> list[float | None]:
-    """Return for each fault that ends a mask actor when the next incarnation was up; None if it was not seen."""
+    """Return, for each fault that ends a mask actor, the seconds until the next incarnation was up, or None."""
     found: list[float | None] = []
     for event in events:
         if event.fault in ("kill", "freeze"):

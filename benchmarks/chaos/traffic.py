@@ -17,11 +17,11 @@ ABLE: list[tuple[ConstraintKind, str]] = [
     for backend in (AUTO, *BACKENDS)
     if backend == AUTO or (kind in BACKENDS[backend].kinds and (kind, backend) != ("json_object", "outlines"))
 ]
-"""Every (kind, backend) that must work. outlines needs most of a compilation's time limit for any JSON object."""
+"""All (kind, backend) that must work. outlines needs most of the compilation's time limit for any JSON object."""
 PLAIN, FRESH, STREAMED, SEVERAL, SAMPLED, LEAVING = 0.25, 0.1, 0.5, 0.1, 0.3, 0.04
 """Shares of the traffic. Of the constrained requests: those with a new constraint, those with temperature 1."""
 REPEATED = 4
-"""Number of constraints per kind that many requests share."""
+"""Number of repeated constraints per kind."""
 PEOPLE = ["Maria Keller, 34, Lisbon", "Jonas Berg, 51, Oslo", "Aiko Tanaka, 27, Kyoto", "Ada Reed, 8, York"]
 
 
@@ -80,11 +80,11 @@ class Request:
     leaves: bool = False
     """Whether the client disconnects early."""
     hostile: str | None = None
-    """Id of the hostile input, if it is one."""
+    """Id of the hostile input, if the request is hostile."""
 
     @property
     def good(self) -> bool:
-        """Whether it must get a valid answer under any fault."""
+        """Whether the request must get a valid answer under any fault."""
         return self.hostile is None and not self.leaves
 
     @property

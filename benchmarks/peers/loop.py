@@ -14,7 +14,7 @@ from benchmarks.peers.rows import Document, RunningSequence
 
 
 class SleepingForward:
-    """A forward pass that takes a fixed time and no CPU, like one on a GPU. It always returns the same tensor.
+    """A forward pass of a fixed time without CPU, like a pass on a GPU. It always returns the same tensor.
 
     `end` is `time.perf_counter()` at the end of the forward pass.
     """
@@ -57,7 +57,7 @@ class Times:
 
 
 class Way:
-    """A way of masking. This one masks nothing, and runs only the forward pass."""
+    """A way of masking. The base class runs only the forward pass, without masks."""
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         """Compile the documents' constraints. Returns the documents that this way rejects: name -> reason."""
@@ -78,7 +78,7 @@ class Way:
         return forward.wait(), Times()
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
-        """Take the sampled tokens of the step, before they are appended. Returns the seconds that it took."""
+        """Take the sampled tokens of the step, before they are appended. Returns the seconds of this call."""
         return 0.0
 
 
@@ -95,7 +95,7 @@ class Samples:
     latency: list[float] = field(default_factory=list)
     """Seconds between two tokens of a sequence, for all rows except a pinned one."""
     slow_latency: list[float] = field(default_factory=list)
-    """The same for the row with pinned documents."""
+    """Seconds between two tokens of the row with pinned documents."""
     again: list[int] = field(default_factory=list)
     """Number of rows that were computed again after a late mask."""
     refused: list[str] = field(default_factory=list)
@@ -110,8 +110,8 @@ class Samples:
 class Run:
     """A batch in which every row writes one document after the other without end. `steps` may be called several times.
 
-    Row r takes the documents r, r + batch, r + 2 batch, ... and starts again after the last one. So a row depends only
-    on its own steps, and all ways of masking get the same rows.
+    Row r takes the documents r, r + batch, r + 2 batch, ... and starts again after the last one. A row therefore
+    depends only on its own steps, and all ways of masking get the same rows.
 
     Args:
         stop: the stop token.
@@ -171,7 +171,7 @@ class Run:
                 self._append(sequence, token, fine, samples)
 
     def _append(self, sequence: RunningSequence, token: int, fine: bool, samples: Samples) -> None:
-        """Append the token that a sequence has sampled. At its end, or if the mask forbade it, begin the next one."""
+        """Append the sampled token of a sequence. At the end, or if the mask forbade it, begin the next document."""
         if not fine:
             samples.refused.append(f"{sequence.document.name} at {len(sequence.output)}")
         if sequence.sampled_at is not None:

@@ -23,10 +23,10 @@ COMPILE_SECONDS = 600.0
 
 
 class Guided(Way):
-    """Mask with our post-processor over a pool, called as our engine calls it.
+    """Mask with the standard post-processor over a pool, called as in this project's engine.
 
     Args:
-        has_deadline: continue without rows that have no mask at the engine's default deadline. False: wait for all.
+        has_deadline: whether to continue without rows without a mask at the engine's default deadline.
     """
 
     def __init__(self, pool: MaskPool, has_deadline: bool) -> None:
@@ -44,7 +44,7 @@ class Guided(Way):
         """The number of the batch."""
         self._logits_rows: NDArray[np.intp] = np.empty(0, np.intp)
         self._changed = True
-        """The batch is not that of the last step."""
+        """Whether the batch differs from that of the last step."""
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         self._backend = backend
@@ -123,7 +123,7 @@ class Guided(Way):
         return logits, times
 
     def _take_decided(self, rows: int) -> int:
-        """Let late sequences run again that are decided, or all if no other can run. Returns their number."""
+        """Run decided late sequences again, or all late sequences if no other can run. Returns their number."""
         decided = set(self._processor.decided(self._late))
         if not decided and len(self._late) == rows:
             decided = self._late.copy()
@@ -132,7 +132,7 @@ class Guided(Way):
         return len(decided)
 
     def _deadline(self) -> float | None:
-        """Return the mask deadline in seconds, as that of the engine; None waits."""
+        """Return the deadline for masks in seconds, as in the engine. None: wait for all masks."""
         return max(0.001, 0.05 * self._mean_step) if self._has_deadline else None
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:

@@ -26,9 +26,9 @@ class RunningSequence:
     row: int
     document: Document
     output: list[int] = field(default_factory=list)
-    """Tokens so far. Grows in place."""
+    """Tokens so far. The list grows in place."""
     sampled_at: float | None = None
-    """When the last token was sampled, in seconds of the run."""
+    """Time of the last sampled token, in seconds of the run."""
 
     def next_token(self, stop: int) -> int:
         position = len(self.output)

@@ -1,4 +1,4 @@
-"""In an environment with vLLM: decode steps of a model with random weights. Reads a task on the standard input."""
+"""Measure decode steps of vLLM with random weights, in vLLM's environment. Reads a task from the standard input."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 WARM_UP = 8
-"""Tokens of a row that are not counted, with their prefill."""
+"""Tokens of a row that are not counted, with the prefill."""
 
 
 def seconds(llm: Any, task: dict[str, Any], rows: int, guided: bool, tokens: int) -> float:
-    """Return how long `rows` requests of `tokens` tokens each take."""
+    """Return the seconds of `rows` requests with `tokens` tokens each."""
     params = []
     for row in range(rows):
         outputs = StructuredOutputsParams(json=task["schemas"][row]) if guided else None

@@ -1,11 +1,10 @@
-"""vLLM's own masks: its `StructuredOutputManager` and `apply_grammar_bitmask`, called as its V1 engine calls them in
-a step.
+"""Compute masks with vLLM's `StructuredOutputManager` and `apply_grammar_bitmask`, as vLLM's V1 engine does in a step.
 
-`EngineCore.step` launches the forward pass, computes the batch's bitmask on the same thread while it runs, waits, lets
+`EngineCore.step` launches the forward pass, computes the batch's bitmask on the same thread meanwhile, waits, lets
 the runner apply the mask and sample, and passes the sampled tokens to the grammars. The rest of the engine (scheduler,
-runner, sampler) is left out and not measured.
+runner, sampler) is not measured.
 
-Imports vLLM, so it runs in the virtual environment that has it.
+Imports vLLM, so it runs in vLLM's virtual environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What becomes of answers under keywords that are checked: `python -m benchmarks.random_outputs --checked`.
+"""Count the ends of answers under keywords that are checked: `python -m benchmarks.random_outputs --checked`.
 
 A model answers one prompt with each schema of a file, greedily and at temperature 1, through `LLM`. Counted are the
 ends of the answers, and the vetoes by keyword. Answers that end `stop` are validated by another library.
@@ -94,7 +94,7 @@ def _answers(
 
 
 def _end(output: RequestOutput) -> str:
-    """Return how an answer has ended."""
+    """Return the end of an answer."""
     if output.error is None:
         return str(output.outputs[0].finish_reason)
     if output.error.status == 400:

@@ -24,14 +24,14 @@ _CLASSES = [
     *(r"[^\s\d]", "[+--]", r"\u0041", r"\x41", r"\/", r"\-", r"[\w.-]", r"[\u00e0-\u00ff]", r"[^\W\d]", r"[\s\S]"),
 ]
 _PROPERTIES = [r"\p{L}", r"\p{Lu}", r"\P{L}", r"\p{Script=Greek}", r"[\p{Nd}_]", r"[^\p{L}]"]
-"""Python's `re` can't read them."""
+"""Properties that Python's `re` cannot read."""
 _FRAMES = ["^{}$", "(?i:{})", "(?s:{})", "(?a:{})", "(?i){}", "(?P<n>{})", "^(?:a|{})$", r"\A{}\Z", "(^{}$|b)"]
 _FRAMES += ["{}$", "()|{}"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A random constraint and the check of an output: why it is wrong, or None."""
+    """A random constraint, and a check that returns why an output is wrong, or None."""
 
     kind: str
     value: Any
@@ -84,7 +84,7 @@ def random_choice(source: random.Random) -> Case:
 
 
 _COUNTS = {"{2}": "~2", "{1,2}": "~1..2", "{0,3}": "~0..3", "{2,}": "~2..150"}
-"""Counts of repetitions -> the parser's notation, which needs a limit. No output is as long as this one."""
+"""Counts of repetitions -> the parser's notation, which needs a limit. No output reaches this limit."""
 
 
 def random_grammar(source: random.Random) -> Case:

@@ -61,7 +61,7 @@ class _Generator:
         self._definitions = "$defs" if draft >= 2019 else "definitions"
         self._defined: dict[str, Any] = {}
         self._anchors = self._chance(0.2)
-        """Definitions are referred to by an identifier of their own."""
+        """Whether references use the definitions' own identifiers."""
         self._names = [*_NAMES, *source.sample(_ODD_NAMES, source.choice([0, 0, 0, 2]))]
 
     def document(self) -> dict[str, Any]:

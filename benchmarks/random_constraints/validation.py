@@ -1,8 +1,8 @@
 """Validation of a finished output against its schema, independent of `guided`.
 
-`jsonschema` validates by the dialect of `$schema`. Patterns (as ECMA-262 reads them) and formats are decided by
-`jsonschema-rs`: the masks have expressions of their own for both. Multiples are calculated exactly. The text must be
-valid with the first and with the last of two equal keys.
+`jsonschema` validates by the dialect of `$schema`. `jsonschema-rs` decides patterns (as ECMA-262 reads them) and
+formats, for which the masks have their own expressions. Multiples are calculated exactly. If a key is repeated, the
+text must be valid with the first and with the last value.
 """
 
 from __future__ import annotations

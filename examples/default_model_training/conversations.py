@@ -1,7 +1,7 @@
 """Conversations with functions: calls, their results, and answers in words; some are long.
 
-They look as the clients send them: results as JSON, as Python writes it or in words, system prompts of any length, a
-function for the final answer, and the texts that smolagents' two agents keep of their calls.
+The conversations have the forms that clients send: results as JSON, as Python literals or in words, system prompts of
+any length, a function for the final answer, and the texts that smolagents' two agents keep of their calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ for name, (kinds, sentence) in DATA["results"].items():
 
 
 def outcome(v: Values, request: Request) -> tuple[str, str]:
-    """What a function returns, as the text of a message, and the answer of a model that has read it."""
+    """Return the result of a function as the text of a message, and the model's answer to it."""
     rng = v.rng
     kind = rng.random()
     if kind < 0.12:
@@ -78,7 +78,7 @@ def outcome(v: Values, request: Request) -> tuple[str, str]:
 
 
 def filler(v: Values, size: int) -> str:
-    """About `size` characters of instructions, of English text, and of examples of other tasks."""
+    """Return about `size` characters of instructions, English text and examples of other tasks."""
     parts: list[str] = []
     while sum(map(len, parts)) < size:
         kind = v.rng.random()
@@ -99,7 +99,7 @@ def filler(v: Values, size: int) -> str:
 
 
 def lengthened(v: Values, one: Example, size: int) -> Example:
-    """The same task with long text before or after it, or in the system prompt."""
+    """Return the task with a long text before or after it, or in the system prompt."""
     place = v.rng.choice(("system", "before", "after")) if one.chat else "before"
     if place == "system" or not isinstance(one.turns[0], str):
         one.system = f"{filler(v, size)}\n{one.system or ''}".strip()
@@ -111,7 +111,7 @@ def lengthened(v: Values, one: Example, size: int) -> Example:
 
 
 def called(name: str, arguments: dict[str, Any], number: int) -> dict[str, Any]:
-    """The message of a call."""
+    """Return the message of a call."""
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {
         "role": "assistant",
@@ -121,7 +121,7 @@ def called(name: str, arguments: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def conversation(v: Values) -> Example:
-    """One to three rounds: small talk, a text, or a request with one or two calls. All offer the same functions."""
+    """Return one to three rounds: small talk, a text, or a request with one or two calls, with the same functions."""
     rng = v.rng
     turns: list[Any] = []
     requests: list[Request] = []
@@ -133,7 +133,7 @@ def conversation(v: Values) -> Example:
             told = tell(v, known_record(v))
             ask = told.text
             answer = json.dumps(told.all if rng.random() < 0.5 else told.asked, ensure_ascii=False)
-            now = [request_of(v)] if rng.random() < 0.4 else []  # a client has forced a call of whatever there is
+            now = [request_of(v)] if rng.random() < 0.4 else []  # a client has forced a call
             is_trained = False
         elif kind != "talk":
             now = [request_of(v) for _ in range(1 + (kind == "two calls"))]
@@ -155,7 +155,7 @@ def conversation(v: Values) -> Example:
     if how < 0.1:
         tools = []
         request = request_of(v)
-        if rng.random() < 0.5 and request.places:  # nothing was ever offered
+        if rng.random() < 0.5 and request.places:  # no function was offered
             turns = [{"role": "user", "content": request.ask}, {"role": "assistant", "content": DATA["no function"]}]
         turns = [{**turn, "trained": not turn.get("tool_calls")} for turn in turns]
     elif how < 0.3:
@@ -169,7 +169,7 @@ def conversation(v: Values) -> Example:
 
 
 def with_final_answer(v: Values, turns: list[Any], tools: list[Any]) -> tuple[list[Any], list[Any], str]:
-    """The first round, where the answer is a call, too, and perhaps as smolagents' agent sends it."""
+    """Return the first round with a call as the answer, perhaps in the form of smolagents' agent."""
     name, key = v.rng.choice((("final_answer", "answer"), ("final_result", "response"), ("final_answer", "answer")))
     parameters = {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]}
     function = {"name": name, "description": v.rng.choice(DATA["final"]), "parameters": parameters}
@@ -185,7 +185,7 @@ def with_final_answer(v: Values, turns: list[Any], tools: list[Any]) -> tuple[li
 
 
 def as_text(turn: dict[str, Any]) -> dict[str, Any]:
-    """An earlier message as smolagents keeps it."""
+    """Return an earlier message in the form that smolagents keeps."""
     if turn["role"] == "tool":
         return {"role": "user", "content": f"Observation:\n{turn['content']}"}
     if not turn.get("tool_calls"):
@@ -196,13 +196,13 @@ def as_text(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def long_task(v: Values) -> Example:
-    """A task of the corpus, or a conversation, in up to 8,000 tokens."""
+    """Return a task of the corpus or a conversation, of up to 8,000 tokens."""
     task = v.rng.choice((json_task, json_task, value_task, choice_task, call_task, conversation))
     return lengthened(v, task(v), int(10 ** v.rng.uniform(2.8, 4.05)))
 
 
 def training_example(index: int, seed: int, chats: float, long: float, tool_share: float) -> Example:
-    """The `index`-th example: `chats` of all are conversations, `long` of all are long, the others `example`'s."""
+    """Return an example by its index. `chats` and `long` are the shares of conversations and of long examples."""
     rng = random.Random(f"{seed}:{index}")
     v = Values(rng)
     kind = rng.random()

@@ -1,4 +1,4 @@
-"""The training text: generated descriptions with what is asked about them, and the answer.
+"""The training text: generated descriptions, questions about them, and answers.
 
 `example(index, seed)` is a pure function of its arguments, so that a training run can be repeated and resumed.
 """
@@ -18,7 +18,7 @@ from examples.default_model_training.values import DATA, Values
 
 @dataclass
 class Example:
-    """One exchange. `turns` are messages, or texts of user and assistant in turn, and end before the answer."""
+    """An exchange. `turns` are messages, or texts of user and assistant in turn, and end before the answer."""
 
     turns: list[Any]
     answer: str
@@ -28,7 +28,7 @@ class Example:
     """The functions that the request offers."""
 
     def messages(self) -> list[dict[str, Any]]:
-        """The prompt as chat messages."""
+        """Return the prompt as chat messages."""
         roles = ("user", "assistant")
         messages: list[dict[str, Any]] = []
         for index, turn in enumerate(self.turns):
@@ -37,7 +37,7 @@ class Example:
 
 
 def json_task(v: Values) -> Example:
-    """A text, and an object with what it says: perhaps grouped, compact or indented."""
+    """Return a text, and an object with its facts, perhaps grouped, compact or indented."""
     rng = v.rng
     told = tell(v, known_record(v) if rng.random() < 0.7 else made_up_record(v))
     names_keys = rng.random() < 0.5
@@ -68,7 +68,7 @@ def _joined(ask: str, text: str, rng: random.Random) -> str:
 
 
 def value_task(v: Values) -> Example:
-    """One value, and nothing else: what a regex or a type would ask for."""
+    """Return a task with one value as its answer, as for a regex or a type."""
     rng = v.rng
     told = tell(v, known_record(v) if rng.random() < 0.8 else made_up_record(v), 4)
     key, value = rng.choice(list(told.asked.items()))
@@ -82,7 +82,7 @@ def value_task(v: Values) -> Example:
 
 
 def choice_task(v: Values) -> Example:
-    """The one of several words that a text says or means."""
+    """Return a task with a choice of words: one is in the text, or describes it."""
     rng = v.rng
     if rng.random() < 0.4:
         label = rng.choice(("positive", "negative"))
@@ -99,7 +99,7 @@ def choice_task(v: Values) -> Example:
 
 
 def repeat_task(v: Values) -> Example:
-    """Copying, and nothing else."""
+    """Return a task that copies a text."""
     draws = (v.word, v.word, v.letters, v.letters, v.first, v.code, v.product, v.person, v.email, v.phone, v.iso_date)
     text = " ".join(v.rng.choice(draws)() for _ in range(v.rng.randint(2, 10)))
     if v.rng.random() < 0.6:
@@ -108,7 +108,7 @@ def repeat_task(v: Values) -> Example:
 
 
 def talk_task(v: Values) -> Example:
-    """Small talk, sums of small numbers, and questions that have no answer in a text."""
+    """Return small talk, a sum of small numbers, or a question that the text does not answer."""
     rng = v.rng
     kind = rng.random()
     if kind < 0.5:
@@ -133,7 +133,7 @@ SINGLE = ("word", "number", "price", "iso_date", "code", "first", "city", "flag"
 
 
 def schema_of(value: Any) -> dict[str, Any]:
-    """The JSON Schema of a value, with every key required."""
+    """Return the JSON Schema of a value, with every key required."""
     if isinstance(value, dict):
         properties = {key: schema_of(each) for key, each in value.items()}
         return {"type": "object", "properties": properties, "required": [*value], "additionalProperties": False}
@@ -144,7 +144,7 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 @dataclass
 class Request:
-    """What a user asks, the function that serves it, and its arguments, also by their places in the ask."""
+    """A request of a user, its function, and the arguments, also by their places in the request."""
 
     tool: dict[str, Any]
     ask: str
@@ -157,7 +157,7 @@ class Request:
 
 
 def request_of(v: Values, like: str = "") -> Request:
-    """A request and its function, as `tools` describes it. `like` is a verb or noun of the function's name."""
+    """Return a request and its function in the form of `tools`. `like` is a verb or noun of the function's name."""
     rng = v.rng
     arguments: dict[str, Any] = {}
     places: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def request_of(v: Values, like: str = "") -> Request:
             name = styled(rng.choice(parameter["names"].split("|")), "snake")
             places[place] = arguments[f"{name}_2" if name in arguments else name] = v.draw(parameter["value"])
         ask = ask.format(**places)
-    elif not like and kind < 0.6:  # a text, and a function with what it says
+    elif not like and kind < 0.6:  # a text, and a function that takes its facts
         told = tell(v, known_record(v) if rng.random() < 0.8 else made_up_record(v))
         domain, ask, arguments = told.record.domain, told.text, told.asked
         style = rng.choice(("snake", "camel", "pascal"))
@@ -211,13 +211,13 @@ def request_of(v: Values, like: str = "") -> Request:
 
 
 def family(tool: dict[str, Any]) -> list[str]:
-    """The names of the functions that do the same."""
+    """Return the names of the functions with the same purpose."""
     name = re.sub("[A-Z]", lambda found: " " + found[0].lower(), re.sub("[-_]", " ", tool["function"]["name"]))
     return next((names for names in FAMILIES if name in names), [name])
 
 
 def offered(v: Values, requests: list[Request], least: int, most: int) -> list[dict[str, Any]]:
-    """The functions of the requests and others that do something else, in any order."""
+    """Return the functions of the requests, and functions with other purposes, in any order."""
     tools = {request.tool["function"]["name"]: request.tool for request in requests}
     like = v.rng.choice(family(requests[0].tool)[0].split(" ")) if requests and v.rng.random() < 0.3 else ""
     while len(tools) < least or (len(tools) < most and v.rng.random() < 0.6):
@@ -228,12 +228,12 @@ def offered(v: Values, requests: list[Request], least: int, most: int) -> list[d
 
 
 def written(call: dict[str, Any]) -> str:
-    """A call as the model writes it."""
+    """Return a call in the model's format."""
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
 def call_task(v: Values) -> Example:
-    """Call the one of two to four functions that the request is about."""
+    """Return a request that needs one of two to four functions."""
     request = request_of(v)
     return Example(
         [request.ask],
@@ -252,11 +252,11 @@ TASKS: tuple[tuple[Callable[[Values], Example], float], ...] = (
 
 
 def example(index: int, seed: int = 0, held_out: bool = False, tool_share: float = 0.3) -> Example:
-    """The `index`-th example of the corpus; the same arguments always give the same example.
+    """Return an example of the corpus by its index. The same arguments always give the same example.
 
     Args:
-        held_out: with names, numbers, dates, codes and addresses that training never sees.
-        tool_share: the part of the examples that offers functions. 0 gives the corpus of the tokenizer.
+        held_out: whether names, numbers, dates, codes and addresses are those that training never sees.
+        tool_share: the share of examples with functions. 0 gives the corpus of the tokenizer.
     """
     rng = random.Random(f"{seed}:{index}:{held_out}")
     v = Values(rng, held_out)

@@ -1,8 +1,8 @@
 """Measure a checkpoint with held-out values: `python -m examples.default_model_training.evaluate [MODEL]`.
 
-Texts: all values of the JSON are right. Calls: the function is the right one of two to four; all arguments are. Both
-with their constraints, alone and in long prompts. Conversations: with the results of the calls, each of the user's
-messages is answered without a call within six turns.
+Texts count as right if all values of the JSON are right, calls if the function (one of two to four) and all arguments
+are right. Both are asked with their constraints, alone and in long prompts. A conversation counts as ended if each of
+the user's messages gets an answer without a call within six turns, with the results of the calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TALK = ("hello", "Hi!", "Thank you!", "thanks", "2+2?", "What is 3 + 4?", "How a
 
 
 def answers(llm: LLM, examples: list[Example]) -> list[str]:
-    """The greedy answers, with the constraint of the tools, or of the expected JSON."""
+    """Return the greedy answers, with the constraint of the tools or of the expected JSON."""
     prompts, params = [], []
     form = tool_format("hermes")
     assert form is not None
@@ -51,7 +51,7 @@ def answers(llm: LLM, examples: list[Example]) -> list[str]:
 
 
 def parsed(text: str) -> Any:
-    """The JSON of an answer or of its call."""
+    """Return the JSON of an answer or of its call."""
     try:
         return json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
     except ValueError:
@@ -59,21 +59,21 @@ def parsed(text: str) -> Any:
 
 
 def text_task(v: Values) -> Example:
-    """A text about a person, order, event or product, and keys to extract."""
+    """Return a text about a person, order, event or product, and keys to extract."""
     told = tell(v, known_record(v))
     ask = v.rng.choice(DATA["ask for keys"]).format(k=", ".join(told.asked))
     return Example([f"{ask}\n{told.text}"], json.dumps(told.asked, ensure_ascii=False))
 
 
 def held_out(make: Callable[[Values], Example], count: int, seed: int, size: int = 0) -> list[Example]:
-    """Examples of one task with held-out values, alone or with `size` characters around them."""
+    """Return examples of one task with held-out values, alone or with `size` characters around them."""
     draws = [Values(random.Random(f"{seed}:{index}"), held_out=True) for index in range(count)]
     examples = [make(v) for v in draws]
     return [lengthened(v, one, size) for v, one in zip(draws, examples, strict=True)] if size else examples
 
 
 def shares_right(llm: LLM, examples: list[Example]) -> tuple[float, float]:
-    """The shares of answers with everything right, and of those with the right function."""
+    """Return the shares of answers with everything right, and with the right function."""
     pairs = [(parsed(text), parsed(one.answer)) for text, one in zip(answers(llm, examples), examples, strict=True)]
     functions = sum(isinstance(got, dict) and got.get("name") == expected.get("name") for got, expected in pairs)
     return sum(got == expected for got, expected in pairs) / len(pairs), functions / len(pairs)
@@ -81,7 +81,7 @@ def shares_right(llm: LLM, examples: list[Example]) -> tuple[float, float]:
 
 @dataclass
 class Dialog:
-    """A conversation with the model: its prompt, the user's messages to come, and what the functions return."""
+    """A conversation with the model: its prompt, the user's next messages, and the results of the functions."""
 
     prompt: Example
     users: list[dict[str, Any]]
@@ -90,7 +90,7 @@ class Dialog:
     """Answers of the model since the user's last message."""
 
     def continues(self, text: str) -> bool:
-        """Add an answer of the model and the message after it. False: the conversation has ended."""
+        """Add an answer of the model and the next message. Returns False if the conversation has ended."""
         messages, self.turns = self.prompt.turns, self.turns + 1
         call = parsed(text) if "<tool_call>" in text else None
         if call is None or call["name"] in ("final_answer", "final_result"):
@@ -118,7 +118,7 @@ def dialog_of(one: Example) -> Dialog:
 
 
 def share_ended(llm: LLM, examples: list[Example]) -> float:
-    """The share of conversations in which each of the user's messages gets an answer without a call."""
+    """Return the share of conversations in which each of the user's messages gets an answer without a call."""
     dialogs = [dialog_of(one) for one in examples]
     running = dialogs
     while running:
@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=checkpoint_path(), help="checkpoint")
     parser.add_argument("--count", type=int, default=200, help="examples of each kind")
-    parser.add_argument("--seed", type=int, default=1, help="of the examples")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the examples")
     parser.add_argument("--tokens", type=int, nargs="*", default=(3000, 6000), help="lengths of long prompts")
     args = parser.parse_args()
     with LLM(str(args.model), "inline", config=EngineConfig(max_num_seqs=32)) as llm:

@@ -1,4 +1,4 @@
-"""People, orders, events, products and made-up things, and the texts that tell of them."""
+"""People, orders, events, products and made-up things, and texts about them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ANY = (
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing to know, under `keys` of lower-case words.
+    """A fact, under `keys` of lower-case words.
 
-    Clauses have places for the value `{v}` and the subject: `{s}` who, `{p}` whose, `{o}` whom.
+    Clauses have placeholders for the value (`{v}`) and the subject (`{s}`, possessive `{p}`, object `{o}`).
     """
 
     keys: list[str]
@@ -30,7 +30,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Record:
-    """A described thing. `subject` stands in clauses."""
+    """A described thing. `subject` is its name in clauses."""
 
     domain: str
     subject: str
@@ -39,7 +39,7 @@ class Record:
 
 
 def known_record(v: Values, domain: str | None = None) -> Record:
-    """A person, order, event or product."""
+    """Return a person, order, event or product."""
     domain = domain or v.rng.choice([*DATA["records"]])
     described = DATA["records"][domain]["facts"]
     values = {key: v.draw(fact["value"]) for key, fact in described.items()}
@@ -59,13 +59,13 @@ def known_record(v: Values, domain: str | None = None) -> Record:
 
 
 def full_name(domain: str, name: str, rng: random.Random) -> str:
-    """How a text names the thing by the way."""
+    """Return the name of the thing in passing."""
     before = {"order": ("order ", "order no. ", ""), "product": ("the ", "our ", "")}
     return rng.choice(before.get(domain, ("",))) + name
 
 
 def made_up_record(v: Values) -> Record:
-    """Something whose keys have never been seen: the model has to find key and value in the text."""
+    """Return a thing with invented keys: the model has to find key and value in the text."""
     facts = []
     for key in {" ".join(v.word() for _ in range(v.rng.choice((1, 1, 2)))): 0 for _ in range(v.rng.randint(2, 8))}:
         clauses = [f"the {key} is {{v}}", f"{key} is {{v}}", f"its {key} is {{v}}", f"the {key} of {{s}} is {{v}}"]
@@ -74,7 +74,7 @@ def made_up_record(v: Values) -> Record:
 
 
 def shown(value: Any, rng: random.Random) -> str:
-    """A value as it stands in a text."""
+    """Return the text of a value."""
     if isinstance(value, bool):
         return rng.choice(("true", "yes")) if value else rng.choice(("false", "no"))
     if isinstance(value, float) and rng.random() < 0.2:
@@ -88,7 +88,7 @@ def shown(value: Any, rng: random.Random) -> str:
 
 
 def styled(key: str, style: str) -> str:
-    """A key of lower-case words in one of the usual spellings."""
+    """Return a key of lower-case words in one of the usual spellings."""
     words = key.split(" ")
     if style == "camel":
         return words[0] + "".join(word.capitalize() for word in words[1:])
@@ -100,7 +100,7 @@ def styled(key: str, style: str) -> str:
 
 
 def prose(record: Record, facts: list[Fact], rng: random.Random, named: str = "") -> str:
-    """Sentences that tell the facts in order; the first one mentions `named`."""
+    """Return sentences with the facts in order. The first sentence mentions `named`."""
     sentences: list[str] = []
     clauses: list[str] = []
     by_name = rng.random() < 0.35
@@ -120,7 +120,7 @@ def prose(record: Record, facts: list[Fact], rng: random.Random, named: str = ""
 
 
 def listing(facts: list[Fact], keys: list[str], rng: random.Random) -> str:
-    """The facts as `key: value` lines, or on one line."""
+    """Return the facts as `key: value` lines, or on one line."""
     colon = rng.choice((": ", ": ", ": ", " = ", " - ", ":"))
     between = rng.choice(("\n", "\n", "; ", ", ", "\n- "))
     lines = (f"{rng.choice((k, f.keys[0]))}{colon}{shown(f.value, rng)}" for k, f in zip(keys, facts, strict=True))
@@ -128,7 +128,7 @@ def listing(facts: list[Fact], keys: list[str], rng: random.Random) -> str:
 
 
 def opened(record: Record, rng: random.Random) -> tuple[str, list[Fact]]:
-    """A text that begins with one of the domain's openings, and the facts that it tells."""
+    """Return a text that begins with one of the domain's openings, and its facts."""
     by_key = {fact.keys[0]: fact for fact in record.facts}
     opening = rng.choice(DATA["records"][record.domain]["openings"])
     told = [by_key[key] for key in re.findall(r"{(.*?)}", opening)]
@@ -139,7 +139,7 @@ def opened(record: Record, rng: random.Random) -> tuple[str, list[Fact]]:
 
 @dataclass
 class Told:
-    """A record's text, and the facts asked for, under the keys they are asked by."""
+    """A record's text, and the requested facts under the requested keys."""
 
     record: Record
     text: str
@@ -149,7 +149,7 @@ class Told:
 
 
 def tell(v: Values, record: Record, most: int = 7) -> Told:
-    """Pick facts, tell them in prose or as a listing, and ask for some of them in another order."""
+    """Write some facts as prose or as a listing, and ask for some of them in another order."""
     rng = v.rng
     facts = rng.sample(record.facts, min(len(record.facts), rng.randint(2, most)))
     style = rng.choice(("snake", "snake", "snake", "camel", "title", "kebab", "spaced"))
@@ -163,7 +163,7 @@ def tell(v: Values, record: Record, most: int = 7) -> Told:
     implied: list[Fact] = []
     if known and kind < 0.3:
         text, facts = opened(record, rng)
-    elif known and kind < 0.6:  # the name is told by the way
+    elif known and kind < 0.6:  # the name is in passing
         name, rest = record.facts[0], [fact for fact in facts if fact is not record.facts[0]]
         text = prose(record, rest, rng, full_name(record.domain, name.value, rng))
         facts = [name, *rest]

@@ -1,7 +1,7 @@
-"""The byte-level BPE of the default model: 2,048 tokens, every word spelt the same wherever it stands.
+"""The byte-level BPE of the default model: 2,048 tokens, with the same tokens for a word at every place.
 
-Words, single digits, single spaces and single signs are tokenized apart, so that a name has the same tokens after a
-space in the prompt and after a quote in the JSON: what the model has to learn is then plain copying.
+Words, single digits, single spaces and single signs are separate tokens, so that a name has the same tokens after a
+space in the prompt and after a quote in the JSON: the model then only has to copy tokens.
 """
 
 from __future__ import annotations
@@ -55,5 +55,5 @@ def build(count: int = 20_000, seed: int = 0) -> PreTrainedTokenizerFast:
 
 
 def load(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer saved in `path`; nothing is downloaded."""
+    """Return the tokenizer saved in `path`, without a download."""
     return AutoTokenizer.from_pretrained(path, local_files_only=True)

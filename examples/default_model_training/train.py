@@ -29,14 +29,14 @@ IGNORED = -100
 
 
 class Batch(NamedTuple):
-    """`input_ids` and `labels`, int64 `[rows, length]`; labels are shifted, and IGNORED outside the answers."""
+    """`input_ids` and `labels`, int64 `[rows, length]`. Labels are shifted, and IGNORED outside the answers."""
 
     input_ids: Tensor
     labels: Tensor
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, one: Example) -> tuple[list[int], list[int]]:
-    """The token ids of prompt and answer with the end token, and the labels: IGNORED but for the model's turns."""
+    """Return the token ids of prompt, answer and end token, and the labels: IGNORED outside the model's turns."""
     answer = [*tokenizer.encode(one.answer, add_special_tokens=False), tokenizer.eos_token_id]
     if not one.chat:
         prompt = tokenizer.encode(one.turns[0])
@@ -66,7 +66,7 @@ def collate(rows: list[tuple[list[int], list[int]]]) -> Batch:
 
 
 def pool(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, number: int) -> list[Batch]:
-    """The `number`-th pool of examples, cut into batches of like lengths of at most `--batch-tokens` tokens each."""
+    """Return a pool of examples by its number, in batches of similar lengths of at most `--batch-tokens` tokens."""
     size, kinds = args.pool_size, (args.chats, args.long, args.tool_share)
     rows = [encode(tokenizer, training_example(number * size + i, args.seed, *kinds)) for i in range(size)]
     rows = sorted((r for r in rows if len(r[0]) <= MAX_LENGTH), key=lambda r: len(r[0]))
@@ -81,7 +81,7 @@ def pool(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, number: i
 
 
 def loss_of(model: LlamaForCausalLM, batch: Batch) -> Tensor:
-    """Mean cross entropy of the answers' tokens."""
+    """Return the mean cross entropy of the answers' tokens."""
     device = model.device
     input_ids, labels = batch.input_ids.to(device), batch.labels.to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
@@ -132,7 +132,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns, by five Newton-Schulz iterations."""
+    """Return the nearest matrix with orthonormal rows or columns, by five Newton-Schulz iterations."""
     if matrix.size(0) > matrix.size(1):
         return orthogonalized(matrix.T).T
     found: Tensor = matrix / matrix.norm().clamp(min=1e-7)
@@ -143,7 +143,7 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 def optimizers_of(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+    """Return Muon for the matrices of the layers, and AdamW for embeddings and norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
     adamw = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
@@ -151,7 +151,7 @@ def optimizers_of(model: LlamaForCausalLM, args: argparse.Namespace) -> list[tor
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Warm up, stay, and fall to nothing over the last `--decay` steps."""
+    """Return a rate that rises, stays, and falls to 0 over the last `--decay` steps."""
     share: float = min(1.0, (step + 1) / args.warmup, max(0.0, (args.steps - step) / args.decay))
     return share * float(args.lr)
 
@@ -169,7 +169,7 @@ def export(model: LlamaForCausalLM, weights: dict[str, Tensor], tokenizer: PreTr
 
 @dataclass
 class Run:
-    """What a training run carries from step to step."""
+    """The state of a training run."""
 
     model: LlamaForCausalLM
     optimizers: list[torch.optim.Optimizer]
@@ -177,7 +177,7 @@ class Run:
     step: int = 0
 
     def advance(self, batch: Batch, args: argparse.Namespace) -> Tensor:
-        """One optimizer step; the weights' running average follows."""
+        """Make one optimizer step, and update the running average of the weights."""
         rate = learning_rate(self.step, args)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -227,21 +227,21 @@ def train(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("default-model-training"), help="the checkpoint")
+    parser.add_argument("--out", type=Path, default=Path("default-model-training"), help="folder for the checkpoint")
     parser.add_argument("--start", type=Path, help="a checkpoint to train further, instead of new weights")
-    parser.add_argument("--tool-share", type=float, default=0.3, help="part of the exchanges that offers functions")
-    parser.add_argument("--chats", type=float, default=0.4, help="part of the exchanges that are conversations")
-    parser.add_argument("--long", type=float, default=0.08, help="part of the exchanges that are long")
-    parser.add_argument("--device", default="cpu", help="where to train: cpu or cuda")
-    parser.add_argument("--workers", type=int, default=0, help="processes that generate text; 0 is this one")
+    parser.add_argument("--tool-share", type=float, default=0.3, help="share of examples with functions")
+    parser.add_argument("--chats", type=float, default=0.4, help="share of conversations")
+    parser.add_argument("--long", type=float, default=0.08, help="share of long examples")
+    parser.add_argument("--device", default="cpu", help="device: cpu or cuda")
+    parser.add_argument("--workers", type=int, default=0, help="processes that generate text (0: this process)")
     parser.add_argument("--every", type=int, default=4, help="pools between two checkpoints")
-    parser.add_argument("--steps", type=int, default=3150, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=3150, help="number of optimizer steps")
     parser.add_argument("--decay", type=int, default=650, help="last steps, over which the learning rate falls to 0")
     parser.add_argument("--warmup", type=int, default=60, help="steps over which the learning rate rises")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="most tokens in a batch, padding included")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="maximum tokens of a batch, with padding")
     parser.add_argument("--pool-size", type=int, default=512, help="examples that are sorted by length together")
-    parser.add_argument("--seed", type=int, default=0, help="of the corpus, the tokenizer and the first weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the corpus, the tokenizer and the first weights")
     train(parser.parse_args(argv))
 
 

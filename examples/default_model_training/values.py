@@ -1,4 +1,4 @@
-"""Names, numbers and words for the corpus, split by a hash into those for training and those held out."""
+"""Names, numbers and words for the corpus, split by a hash into training and held-out values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from engine.default_model import checkpoint_path
 
 T = TypeVar("T", str, int, float)
-SALT = 15  # with this one the held-out side has small numbers, too (11, 13, 18, 27 ...)
+SALT = 15  # with this value the held-out side has small numbers, too (11, 13, 18, 27 ...)
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("corpus.json").read_text())
 """Word lists, facts of records, functions, and ways to ask."""
 TOKENS: list[str] = [*json.loads((checkpoint_path() / "tokenizer.json").read_text())["model"]["vocab"]]
@@ -22,16 +22,16 @@ WORDS: dict[str, list[str]] = {name: words.split() for name, words in DATA["word
 
 
 def is_held_out(value: str | int | float) -> bool:
-    """Whether a value belongs to the tenth that training never sees (decided by a CRC-32 of its text).
+    """Return whether a value belongs to the tenth that training never sees (by a CRC-32 of its text).
 
-    Single characters are the alphabet, not values: training sees them all, and held-out draws avoid them.
+    Single characters are not values: training sees them all, and held-out draws avoid them.
     """
     text = str(value).lower()
     return len(text) > 1 and zlib.crc32(b"%d:%s" % (SALT, text.encode())) % 10 == 0
 
 
 class Values:
-    """Draws values from one side of the split; every name, number, date and identifier passes through `_pick`.
+    """Values from one side of the split. Every name, number, date and identifier passes through `_pick`.
 
     Closed vocabularies (colours, jobs, ...) are drawn freely: they are categories, not values to remember.
     """
@@ -41,15 +41,15 @@ class Values:
         self.held_out = held_out
 
     def one_of(self, name: str) -> str:
-        """A word of a closed vocabulary."""
+        """Return a word of a closed vocabulary."""
         return self.rng.choice(WORDS[name])
 
     def some(self, name: str) -> list[str]:
-        """One to three words of a closed vocabulary."""
+        """Return one to three words of a closed vocabulary."""
         return self.rng.sample(WORDS[name], self.rng.randint(1, 3))
 
     def draw(self, kind: str) -> Any:
-        """A value of the kind that `corpus.json` names: one of the methods below, perhaps with arguments."""
+        """Return a value of a kind in `corpus.json`: one of the methods below, perhaps with arguments."""
         method, *arguments = kind.split(" ")
         return getattr(self, method)(*(int(each) if each.isdigit() else each for each in arguments))
 
@@ -67,7 +67,7 @@ class Values:
         raise RuntimeError("no value on this side of the split")
 
     def word(self) -> str:
-        """An invented word in lower case: syllables, now and then random letters or another script."""
+        """Return an invented word in lower case: syllables, sometimes random letters or another script."""
         return self._pick(self._word)
 
     def _word(self) -> str:
@@ -91,7 +91,7 @@ class Values:
         return text + (self.one_of("endings") if rng.random() < 0.8 else "")
 
     def letters(self) -> str:
-        """Random letters and digits of both cases."""
+        """Return random letters and digits of both cases."""
         signs = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
         return self._pick(lambda: "".join(self.rng.choice(signs) for _ in range(self.rng.randint(2, 12))))
 
@@ -144,11 +144,11 @@ class Values:
         return [{"product": self.product(), "quantity": self.integer(1, 60)} for _ in range(self.rng.randint(1, 3))]
 
     def integer(self, low: int, high: int) -> int:
-        """An integer of `low..high`, of this side of the split."""
+        """Return an integer of `low..high`, on this side of the split."""
         return self._pick(lambda: self.rng.randint(low, high))
 
     def number(self) -> int:
-        """An integer of 1 to 6 digits (2 to 6 where held out), each length as likely."""
+        """Return an integer of 1 to 6 digits (held out: 2 to 6). All lengths are equally likely."""
         digits = max(self.rng.randint(1, 6), 2 if self.held_out else 1)
         return self.integer(0 if digits == 1 else 10 ** (digits - 1), 10**digits - 1)
 
@@ -170,14 +170,14 @@ class Values:
         return self._pick(lambda: f"{rng.randint(1950, 2035)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}")
 
     def date(self) -> str:
-        """An ISO date, or one with the month's name."""
+        """Return an ISO date, or a date with the month's name."""
         rng = self.rng
         if rng.random() < 0.6:
             return self.iso_date()
         return self._pick(lambda: f"{rng.randint(1, 28)} {self.one_of('months')} {rng.randint(1990, 2035)}")
 
     def phrase(self) -> str:
-        """Two to six words, as a title or a sentence."""
+        """Return two to six words, as a title or a sentence."""
         words = [self.one_of("small") if self.rng.random() < 0.2 else self.word() for _ in range(5)]
         text = " ".join((self.word(), *words[: self.rng.randint(1, 5)]))
         return self.rng.choice((text, text.title(), text.capitalize(), text.capitalize() + "."))
@@ -186,7 +186,7 @@ class Values:
         return self._pick(lambda: f"{self.rng.randint(0, 23):02}:{self.rng.choice((0, 15, 30, 45, 10, 5)):02}")
 
     def _filled(self, pattern: str) -> str:
-        """A pattern with random digits for `0` and letters for `A`."""
+        """Return a pattern with random digits for `0` and letters for `A`."""
         signs = {"0": "0123456789", "A": "ABCDEFGHJKLMNPQRSTUVWXYZ"}
         return "".join(self.rng.choice(signs.get(each, each)) for each in pattern)
 
@@ -195,7 +195,7 @@ class Values:
         return self._pick(lambda: self._filled(self.rng.choice(patterns)))
 
     def code(self) -> str:
-        """An identifier such as `A-4821`, `INV-0032`, `QX17` or `#88213`."""
+        """Return an identifier such as `A-4821`, `INV-0032`, `QX17` or `#88213`."""
         patterns = ("A-0000", "AAA-0000", "AA-00000", "AA00", "A000", "#00000")
         return self._pick(lambda: self._filled(self.rng.choice(patterns)))
 

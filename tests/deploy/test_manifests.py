@@ -84,7 +84,7 @@ def test_the_cluster_has_room_for_what_the_service_asks_for() -> None:
     placement = NodePlacement.parse(options.ray.placement)
     assert options.ray.num_actors is not None
     assert options.ray.num_actors * placement.amount <= masks[placement.name]
-    assert options.ray.num_actors + 1 <= masks["CPU"], "and the compile actor"
+    assert options.ray.num_actors + 1 <= masks["CPU"], "and a CPU to spare"
     for group in groups.values():
         (container,) = group["template"]["spec"]["containers"]
         assert container["resources"]["limits"]["cpu"] == group["resources"]["CPU"]

@@ -105,7 +105,7 @@ QWEN_VISION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One row of docs/models.md.
+    """A family of docs/models.md.
 
     Args:
         title: the name that users know.
@@ -118,6 +118,11 @@ class Family:
     text: dict[str, Any] = field(default_factory=dict)
     others: dict[str, Any] | None = None
     group: str = "attention"
+
+    @property
+    def entry(self) -> str:
+        """The family's name in docs/models.md."""
+        return f"{self.title} (`{self.model_type}`)"
 
     def config(self) -> PretrainedConfig:
         """Make the configuration."""
@@ -515,27 +520,29 @@ FAMILIES = [
 ]
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN = "<!-- families -->\n"
+END = "<!-- end -->"
+REFUSED = "**refused**"
 NEW_TOKENS = 12
 MAX_LENGTH = 64
 PROMPTS = [[7], [37 * place % 600 + 6 for place in range(21)], [91 * place % 600 + 6 for place in range(33)]]
 
 
 def serve(family: Family, path: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[Any, list[list[int]], str]:
-    """Return transformers' model, the engine's outputs, and the row of docs/models.md."""
+    """Return transformers' model, the engine's outputs, and what the family needs, for docs/models.md."""
     model = family.make()
-    row = f"| {family.title} | `{family.model_type}` |"
     with mock.patch.object(attention, "_prefill", wraps=attention._prefill) as prefill:
         try:
             loaded = load_model(save(model, path, tokenizer), device="cpu", dtype="float32", max_model_len=MAX_LENGTH)
         except UnsupportedModelError as error:
             reason = str(error).partition("can't be served: ")[2].partition(". ")[0]
-            return model, [], f"{row} **refused**: {reason} |"
+            return model, [], f"{REFUSED}: {reason}"
     # Chunks of prompts, decodes of different lengths, and a sequence that waits for a place.
     config = EngineConfig(max_num_seqs=2, block_size=4, max_num_batched_tokens=11, max_model_len=MAX_LENGTH)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     outputs = LLM(loaded, pool="inline", config=config).generate(PROMPTS, params, use_tqdm=False)
     needs = describe(loaded, [call.args[-2:] for call in prefill.call_args_list])
-    return model, [output.outputs[0].token_ids for output in outputs], f"{row} {needs} |"
+    return model, [output.outputs[0].token_ids for output in outputs], needs
 
 
 def check(model: Any, prompt: list[int], tokens: list[int]) -> int:
@@ -558,9 +565,9 @@ def check(model: Any, prompt: list[int], tokens: list[int]) -> int:
 
 
 def check_family(family: Family, path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Compare the engine's greedy outputs with transformers', and the row of docs/models.md."""
-    model, outputs, row = serve(family, path, tokenizer)
-    assert row in PAGE.read_text(encoding="utf-8")
+    """Compare the engine's greedy outputs with transformers', and what it needs with docs/models.md."""
+    model, outputs, needs = serve(family, path, tokenizer)
+    assert documented_needs()[family.entry] == needs
     clear = sum(check(model, prompt, tokens) for prompt, tokens in zip(PROMPTS, outputs, strict=False))
     assert not outputs or clear > 20, "too many ties for this to show anything"
 
@@ -570,19 +577,32 @@ def cases(group: str) -> list[Any]:
     return [pytest.param(family, id=family.title) for family in FAMILIES if family.group == group]
 
 
+def documented_needs() -> dict[str, str]:
+    """Return what each family needs according to docs/models.md, by `Family.entry`."""
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    needs_by_entry = {}
+    for row in table.splitlines()[2:]:
+        needs, entries = row.strip("| ").split(" | ")
+        needs_by_entry.update(dict.fromkeys(entries.split("; "), needs))
+    return needs_by_entry
+
+
 def write_table() -> None:
-    """Write the table of docs/models.md."""
+    """Write the table of docs/models.md: a row for the families that need the same."""
     from tests.conftest import tiny_tokenizer
 
     tokenizer = tiny_tokenizer.__wrapped__()  # type: ignore[attr-defined]
-    rows = ["| family | `model_type` | needs |", "|---|---|---|"]
+    entries: dict[str, list[str]] = {}
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as path:
-            rows.append(serve(family, Path(path), tokenizer)[2])
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- families -->\n")
-    after = rest.partition("<!-- end -->")[2]
-    table = "\n".join(["<!-- families -->", *rows, "<!-- end -->"])
-    PAGE.write_text(f"{before}{table}{after}", encoding="utf-8")
+            needs = serve(family, Path(path), tokenizer)[2]
+        entries.setdefault(needs, []).append(family.entry)
+    rows = ["| needs | family (`model_type`) |", "|---|---|"]
+    rows += [f"| {needs} | {'; '.join(names)} |" for needs, names in entries.items()]
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    table = "\n".join([*rows, END])
+    PAGE.write_text(f"{before}{BEGIN}{table}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
