@@ -29,7 +29,7 @@ from actors.protocol import (
     Int64s,
     Open,
     Request,
-    Segment,
+    SlotTable,
     Unload,
     freed,
 )
@@ -156,25 +156,23 @@ class WorkerConnection:
 
     Args:
         name: of the worker, for messages.
-        segment: the memory of the table.
         max_cache_bytes: size of the grammars that the worker keeps (see `LeastRecentlyUsed`).
     """
 
     def __init__(
-        self, name: str, pid: int, channel: Channel, segment: Segment, max_cache_bytes: int, is_remote: bool = False
+        self, name: str, pid: int, channel: Channel, table: SlotTable, max_cache_bytes: int, is_remote: bool = False
     ) -> None:
         self.name = name
         self.pid = pid
         self.is_remote = is_remote
         """The worker is on another node. What it is busy with is known up to a second later."""
         self.channel = channel
-        self.table = segment.table
+        self.table = table
         self.sequences: dict[int, SequenceState] = {}
         """The open sequences, by slot."""
         self._loaded = LeastRecentlyUsed[int](max_cache_bytes)
         """Numbers of the grammars that the worker has, by key. One that is sent again gets a new number."""
         self._count = count()
-        self._segment = segment
         self.requests: list[Request] = []
         """The next frame."""
 
@@ -303,10 +301,9 @@ class WorkerConnection:
         return text
 
     def close(self) -> None:
-        """Close the connection and drop the memory. Idempotent."""
+        """Close the connection. Idempotent."""
         unpin_masks(self.table.mask)
         self.channel.close()
-        self._segment.close()
 
 
 def _fill(slots: Indices) -> Fill:

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from actors.mask_actor import ANSWERS, Lines, MaskActor, forward
 from actors.processes import RETRY_SECONDS, TICK_SECONDS
-from actors.protocol import SegmentName, attach, connect
+from actors.protocol import connect
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import NodePlacement
 
@@ -163,18 +163,15 @@ class Session:
                 raise EOFError
         return ray.get(result)
 
-    def connect(self, path: str, segment: SegmentName) -> bool:
-        """Connect the actor to a step channel and a slot table of the engine's process.
+    def connect(self, channel: str, slots: int, words: int) -> bool:
+        """Connect the actor to a step channel of the engine's process.
 
         Returns whether it is direct, when the engine can send the first step.
         """
-        if self.call("attach", path, segment):
+        if self.call("connect", channel, slots, words):
             return True
-        self.call("serve_remotely", segment.slots, segment.words)
+        self.call("serve_remotely", slots, words)
         actor = self._actor
-        table = attach(segment)
-        if table is None:
-            raise PoolUnavailable("the memory of the engine's process cannot be mapped")
         collect = actor.collect.options(concurrency_group=ANSWERS).remote
         calls = deque([collect()])
 
@@ -186,7 +183,7 @@ class Session:
             # In a list: Ray would hold back all later calls until an argument is there.
             actor.load.remote([ray.put(np.frombuffer(grammar, np.uint8))])
 
-        forward(*connect(path), table, actor.deliver.remote, load, lines)
+        forward(*connect(channel, slots, words), actor.deliver.remote, load, lines)
         return False
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from actors.packages import buffer, receive, receive_grammar, send_package, socket_pair
 from actors.processes import enter_session, limit_memory, memory_limit, package_version
-from actors.protocol import WAKE, Indices, Int32s, Int64s, Segment, SegmentName, SlotTable, attach, connect, hang_up
+from actors.protocol import WAKE, Indices, Int32s, Int64s, SlotTable, connect, create_table, hang_up
 from actors.server import ReceiveGrammar, StepServer
 from guided.backends import Backends
 from guided.backends.without_torch import leave_out_torch
@@ -89,8 +89,8 @@ class RemoteSteps:
             serve: starts a `StepServer` with its end of a channel, its `receive_grammar`, and its table.
             fetch: waits for the objects of references (`ray.get`).
         """
-        self._segment = Segment(slots, words)
-        self._table = self._segment.table
+        self._table, memory = create_table(slots, words)
+        memory.close()
         self._sent_ready = self._table.ready.copy()
         self._sent_status = self._table.status.copy()
         self._sent_mask = np.zeros_like(self._table.mask)
@@ -188,12 +188,12 @@ class MaskActor(RemoteSteps):
             os.getpid(), str(ray.get_runtime_context().get_node_id()), platform.node(), package_version()
         )
 
-    def attach(self, path: str, segment: SegmentName) -> bool:
-        """Connect to the engine at `path` and serve steps. Returns False if its shared memory can't be reached."""
-        table = attach(segment)
-        if table is None:
+    def connect(self, channel: str, slots: int, words: int) -> bool:
+        """Connect to the engine's channel and serve steps. Returns False if this process cannot reach the engine's."""
+        try:
+            end, grammars, table = connect(channel, slots, words)
+        except ConnectionRefusedError:
             return False
-        end, grammars = connect(path)
         self._serve(end, lambda: partial(buffer, receive_grammar(grammars)), table)
         return True
 

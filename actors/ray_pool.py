@@ -27,7 +27,7 @@ from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
 from actors.mask_actor import ActorLocation
 from actors.processes import CALL_SECONDS, RETRY_SECONDS, START_SECONDS, STOP_SECONDS, TICK_SECONDS, kill, memory_limit
-from actors.protocol import Channel, Segment
+from actors.protocol import Channel
 from actors.watch import Verdict, Watch
 from guided.bitmask import words
 from guided.constraint import Constraint
@@ -282,23 +282,23 @@ class Supervisor:
                 kill(process, after=1.0)
 
     def _connect(self, session: Session, host: str, pid: int) -> tuple[WorkerConnection, bool]:
-        """Connect to the actor, with a new slot table: directly if it can reach our memory, otherwise through Ray.
+        """Connect to the actor: directly if it can reach this process, otherwise through Ray.
 
         Returns whether it is direct too: then the actor is on this node, and not in another container.
         """
-        segment = Segment(self._options.slots, words(self._pool.vocabulary.padded_vocab_size))
+        shape = self._options.slots, words(self._pool.vocabulary.padded_vocab_size)
         channel = Channel()
         try:
-            is_local: bool = session.ask("connect the actor", "connect", channel.path, segment.name)
-            if not channel.accept(START_SECONDS):
+            is_local: bool = session.ask("connect the actor", "connect", channel.name, *shape)
+            table = channel.accept(START_SECONDS, *shape)
+            if table is None:
                 raise PoolUnavailable(f"the actor on {host} cannot connect to this process")
         except BaseException:
             channel.close()
-            segment.close()
             raise
         name = f"mask worker {self.index}, pid {pid}"
         size = self._options.max_cache_bytes
-        return WorkerConnection(name, pid, channel, segment, size, is_remote=not is_local), is_local
+        return WorkerConnection(name, pid, channel, table, size, is_remote=not is_local), is_local
 
     def _record_end(self, cause: EndCause, message: str) -> None:
         self._causes[cause] += 1
