@@ -150,8 +150,9 @@ class Session:
         if placement.kind != "group":  # that has been reserved already
             check_room(placement, cpus, number, ray.nodes(), ray.get_runtime_context().get_node_id())
 
-    def create(self, placement: NodePlacement, cpus: float, index: int, *arguments: Any) -> Any:
-        """Start an actor. Returns its location, once it is up."""
+    def create(self, placement: NodePlacement, cpus: float, number: int, index: int, *arguments: Any) -> Any:
+        """Start actor `index` of `number`. Returns its location, once it is up."""
+        self.check_room(placement, cpus, number)
         self._actor = _ACTOR.options(**_ray_options(placement, cpus, index)).remote(*arguments)
         return self.call("location")
 

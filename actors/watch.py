@@ -42,7 +42,7 @@ class Watch:
     def __init__(
         self, connection: WorkerConnection, process: psutil.Process | None, mask_limit: float, memory: int
     ) -> None:
-        self._connection = connection
+        self.connection = connection
         self._process = process
         self._memory = memory
         self._limits = {"fill": mask_limit, "load": LOAD_SECONDS, "import": LOAD_WALL_SECONDS}
@@ -64,23 +64,30 @@ class Watch:
 
     def look(self) -> Verdict | None:
         """Look at the actor. Call it every `TICK_SECONDS`."""
-        table = self._connection.table
+        table = self.connection.table
         now = time.monotonic()
         mark = table.mark[0]
         passed = self._counted(int(mark["heart"]), now - self._looked_at)
         self._looked_at = now
         before = self._seen
         self._seen = (float(mark["beat"]), int(table.ready.sum()))
-        works = self._connection.work()
+        works = self.connection.work()
         if before[0] == self._seen[0]:
             self.silent = self.silent + passed
         else:
             self.silent = 0.0
         if works or before[1] != self._seen[1] or not table.has_work():
             self._unread = 0.0
-        elif not self._connection.requests:  # while there are any, the engine has not sent all
+        elif not self.connection.requests:  # while there are any, the engine has not sent all
             self._unread += passed
         return self._verdict(works)
+
+    def described(self, culprit: Work | None) -> str:
+        """Return a text about the reason why the actor has to be ended, or about all that it is busy with."""
+        works = self.connection.work()
+        if culprit is not None:
+            works = [culprit]
+        return "".join(self.connection.described(work, self.silent) for work in works)
 
     def _counted(self, heart: int, passed: float) -> float:
         """Return how many of the seconds since the last look count: not those of waiting for a CPU."""

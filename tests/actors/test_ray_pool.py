@@ -27,7 +27,7 @@ from guided.pools.options import NodePlacement
 from guided.sequence import GuidedSequence
 
 WAIT = 120.0
-LOCAL = (NodePlacement.parse("local"), 0.0)
+LOCAL = (NodePlacement.parse("local"), 0.0, 1)
 ENDLESS = Constraint.regex("(a|b)*a(a|b){20}")
 
 
