@@ -28,7 +28,7 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.mask_actor import ANSWERS, Lines, MaskActor, forward
+from actors.mask_actor import ANSWERS, ActorLocation, Lines, MaskActor, forward
 from actors.processes import RETRY_SECONDS, TICK_SECONDS
 from actors.protocol import connect
 from guided.errors import PoolUnavailable, bounded
@@ -129,19 +129,17 @@ class Session:
         self._actor: Any = None
 
     def serve(self) -> None:
-        """Handle requests until the engine's process closes the connection. Then end the actor."""
+        """Handle a request, and wait until the engine's process closes the connection. Then end the actor."""
         with contextlib.suppress(EOFError, OSError):
-            while True:
-                name, arguments = self._engine.recv()
-                result = None
-                error = None
-                try:
-                    result = getattr(self, name)(*arguments)
-                except EOFError:
-                    break
-                except Exception as raised:
-                    error = _described(raised)
-                self._engine.send((result, error))
+            name, arguments = self._engine.recv()
+            result = None
+            error = None
+            try:
+                result = getattr(self, name)(*arguments)
+            except Exception as raised:
+                error = _described(raised)
+            self._engine.send((result, error))
+            self._engine.recv()
         if self._actor is not None:
             ray.kill(self._actor)
 
@@ -150,42 +148,45 @@ class Session:
         if placement.kind != "group":  # that has been reserved already
             check_room(placement, cpus, number, ray.nodes(), ray.get_runtime_context().get_node_id())
 
-    def create(self, placement: NodePlacement, cpus: float, number: int, index: int, *arguments: Any) -> Any:
-        """Start actor `index` of `number`. Returns its location, once it is up."""
+    def create(
+        self,
+        placement: NodePlacement,
+        cpus: float,
+        number: int,
+        index: int,
+        channel: tuple[str, int, int],
+        *arguments: Any,
+    ) -> ActorLocation:
+        """Start actor `index` of `number`, and connect it to a step channel of the engine's process.
+
+        Returns where it runs, when the engine can send the first step.
+        """
         self.check_room(placement, cpus, number)
         self._actor = _ACTOR.options(**_ray_options(placement, cpus, index)).remote(*arguments)
-        return self.call("location")
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor."""
-        result = getattr(self._actor, method).remote(*arguments)
-        while not ray.wait([result], timeout=TICK_SECONDS)[0]:
+        serves = self._actor.serve.remote(*channel)
+        while not ray.wait([serves], timeout=TICK_SECONDS)[0]:
             if self._engine.poll(0):  # it waits for an answer, so it sends nothing: it has closed the connection
                 raise EOFError
-        return ray.get(result)
+        location: ActorLocation = ray.get(serves)
+        if not location.is_direct:
+            _forward(self._actor, channel)
+        return location
 
-    def connect(self, channel: str, slots: int, words: int) -> bool:
-        """Connect the actor to a step channel of the engine's process.
 
-        Returns whether it is direct, when the engine can send the first step.
-        """
-        if self.call("connect", channel, slots, words):
-            return True
-        self.call("serve_remotely", slots, words)
-        actor = self._actor
-        collect = actor.collect.options(concurrency_group=ANSWERS).remote
-        calls = deque([collect()])
+def _forward(actor: Any, channel: tuple[str, int, int]) -> None:
+    """Connect an actor that cannot reach the engine's process."""
+    collect = actor.collect.options(concurrency_group=ANSWERS).remote
+    calls = deque([collect()])
 
-        def lines() -> Lines:
-            calls.append(collect())  # the actor goes on while lines are on their way
-            return cast(Lines, ray.get(calls.popleft()))
+    def lines() -> Lines:
+        calls.append(collect())  # the actor goes on while lines are on their way
+        return cast(Lines, ray.get(calls.popleft()))
 
-        def load(grammar: Any) -> None:
-            # In a list: Ray would hold back all later calls until an argument is there.
-            actor.load.remote([ray.put(np.frombuffer(grammar, np.uint8))])
+    def load(grammar: Any) -> None:
+        # In a list: Ray would hold back all later calls until an argument is there.
+        actor.load.remote([ray.put(np.frombuffer(grammar, np.uint8))])
 
-        forward(*connect(channel, slots, words), actor.deliver.remote, load, lines)
-        return False
+    forward(*connect(*channel), actor.deliver.remote, load, lines)
 
 
 def _described(error: Exception) -> PoolUnavailable:

@@ -54,6 +54,8 @@ class ActorLocation(NamedTuple):
     """Ray's id of the node."""
     host: str
     version: str
+    is_direct: bool
+    """Whether it is on the engine's node, and not in another container."""
 
 
 class Lines(NamedTuple):
@@ -180,28 +182,23 @@ class MaskActor(RemoteSteps):
         enter_session()  # now, because the engine waits while an actor loads its libraries
         watch_free_memory()
 
-    def location(self) -> ActorLocation:
-        """Return where this actor runs; also shows that it is alive."""
+    def serve(self, channel: str, slots: int, words: int) -> ActorLocation:
+        """Serve the steps of an engine: by its channel, or by `deliver` and `collect` if it cannot be reached.
+
+        Returns where this actor runs.
+        """
         import ray  # the engine's process, which reads this class, never loads it
 
-        return ActorLocation(
-            os.getpid(), str(ray.get_runtime_context().get_node_id()), platform.node(), package_version()
-        )
-
-    def connect(self, channel: str, slots: int, words: int) -> bool:
-        """Connect to the engine's channel and serve steps. Returns False if this process cannot reach the engine's."""
+        is_direct = True
         try:
             end, grammars, table = connect(channel, slots, words)
         except ConnectionRefusedError:
-            return False
-        self._serve(end, lambda: partial(buffer, receive_grammar(grammars)), table)
-        return True
-
-    def serve_remotely(self, slots: int, words: int) -> None:
-        """Start to serve steps by `deliver` and `collect`, for an engine on another node."""
-        import ray
-
-        self.begin(slots, words, self._serve, ray.get)
+            is_direct = False
+            self.begin(slots, words, self._serve, ray.get)
+        else:
+            self._serve(end, lambda: partial(buffer, receive_grammar(grammars)), table)
+        node_id = str(ray.get_runtime_context().get_node_id())
+        return ActorLocation(os.getpid(), node_id, platform.node(), package_version(), is_direct)
 
     def _serve(self, end: socket.socket, receive_grammar: ReceiveGrammar, table: SlotTable) -> None:
         give_up = partial(os._exit, 1)

@@ -95,19 +95,20 @@ class Channel:
         self._unsent: tuple[deque[Package], deque[Package]] = (deque(), deque())
         """Grammars, and messages."""
 
-    def accept(self, timeout: float, slots: int, words: int) -> SlotTable | None:
-        """Return the table of the worker that connects within `timeout` seconds. Nothing can connect after this."""
+    def accept(self, timeout: float, slots: int, words: int) -> SlotTable:
+        """Return the table of the worker that connects. Nothing can connect after this.
+
+        Raises:
+            OSError: no worker connected within `timeout` seconds, or a process of another user did.
+        """
         with self._steps as listening:
             listening.settimeout(timeout)
-            try:
-                self._steps, self._grammars = (listening.accept()[0] for _ in range(2))
-            except TimeoutError:
-                return None
+            self._steps, self._grammars = (listening.accept()[0] for _ in range(2))
         for end in (self._steps, self._grammars):
             end.settimeout(timeout)
             credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # other users can see the address
-                return None
+            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # all users can see the address
+                raise PermissionError("a process of another user has connected")
         with FileIO(receive_descriptor(self._grammars)[1]) as memory:
             table = SlotTable.over(memory.fileno(), slots, words)
         self._steps.setblocking(False)

@@ -25,7 +25,7 @@ from actors.compiler import Compiler
 from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
 from actors.mask_actor import ActorLocation
-from actors.processes import CALL_SECONDS, RETRY_SECONDS, START_SECONDS, STOP_SECONDS, TICK_SECONDS, kill, memory_limit
+from actors.processes import CALL_SECONDS, RETRY_SECONDS, STOP_SECONDS, TICK_SECONDS, kill, memory_limit
 from actors.protocol import Channel
 from actors.watch import Verdict, Watch
 from guided.bitmask import words
@@ -212,32 +212,20 @@ class Supervisor:
     def _live(self, stopping: threading.Event) -> None:
         """Run one incarnation from start to end. Raises if it does not start."""
         began = time.monotonic()
-        index = self._status.index
-        restarts = self._status.incarnation
         process: psutil.Process | None = None
         """The actor's process, or None if it is on another node."""
         session = self._pool.cluster.session(stopping)
         try:
-            placement, cpus, number = self._pool.cluster.reserved(self._options)
-            if restarts:
-                number = 1  # the others are up, and nodes may have been lost since then
-            arguments = (self._pool.vocabulary, self._memory, self._options.forced_tokens, self._options.preload)
-            location: ActorLocation = session.ask(
-                "bring the actor up", "create", placement, cpus, number, index, *arguments
-            )
-            version = processes.package_version()
-            if location.version != version:
-                raise PoolUnavailable(
-                    f"{location.host} has version {location.version} of guided, and this process {version}: install "
-                    "the same one on all nodes"
-                )
-            connection = self._connect(session, location)
-            if not connection.is_remote:
+            connection, location = self._connect(session)
+            if location.is_direct:
                 process = psutil.Process(location.pid)
             if self._pool.pin is not None:
                 self._pool.pin(connection.table.mask)
-            _log.info("mask actor %d (pid %d) is up after %.1f s", index, location.pid, time.monotonic() - began)
+            _log.info(
+                "mask actor %d (pid %d) is up after %.1f s", self._status.index, location.pid, time.monotonic() - began
+            )
             watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
+            restarts = self._status.incarnation
             place = {"pid": location.pid, "node": location.host, "node_id": location.node_id}
             self._note(state="up", incarnation=restarts + 1, restarts=restarts, **place)
             self._pool.announce(partial(self._pool.add, connection))
@@ -259,24 +247,32 @@ class Supervisor:
             if process is not None:
                 kill(process, after=1.0)
 
-    def _connect(self, session: Session, location: ActorLocation) -> WorkerConnection:
-        """Connect to the actor: directly if it can reach this process, otherwise through Ray.
-
-        It can if it is on this node, and not in another container.
-        """
-        shape = self._options.slots, words(self._pool.vocabulary.padded_vocab_size)
+    def _connect(self, session: Session) -> tuple[WorkerConnection, ActorLocation]:
+        """Have an actor started, and connect to it: directly if it can reach this process, otherwise through Ray."""
+        pool = self._pool
+        options = pool.options
+        index = self._status.index
+        placement, cpus, number = pool.cluster.reserved(options)
+        if self._status.incarnation:
+            number = 1  # the others are up, and nodes may have been lost since then
+        shape = options.slots, words(pool.vocabulary.padded_vocab_size)
+        arguments = (pool.vocabulary, self._memory, options.forced_tokens, options.preload)
         channel = Channel()
-        try:
-            is_local: bool = session.ask("connect the actor", "connect", channel.name, *shape)
-            table = channel.accept(START_SECONDS, *shape)
-            if table is None:
-                raise PoolUnavailable(f"the actor on {location.host} cannot connect to this process")
-        except BaseException:
-            channel.close()
-            raise
-        name = f"mask worker {self._status.index}, pid {location.pid}"
-        size = self._options.max_cache_bytes
-        return WorkerConnection(name, location.pid, channel, table, size, is_remote=not is_local)
+        with contextlib.ExitStack() as undo:
+            undo.callback(channel.close)
+            where = (placement, cpus, number, index, (channel.name, *shape))
+            location: ActorLocation = session.ask("bring the actor up", "create", *where, *arguments)
+            version = processes.package_version()
+            if location.version != version:
+                raise PoolUnavailable(
+                    f"{location.host} has version {location.version} of guided, and this process {version}: install "
+                    "the same one on all nodes"
+                )
+            table = channel.accept(CALL_SECONDS, *shape)
+            undo.pop_all()
+        name = f"mask worker {index}, pid {location.pid}"
+        is_remote = not location.is_direct
+        return WorkerConnection(name, location.pid, channel, table, options.max_cache_bytes, is_remote), location
 
     def _record_end(self, cause: EndCause, message: str) -> None:
         ends = self._status.ends

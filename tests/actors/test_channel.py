@@ -50,7 +50,8 @@ def test_one_worker_connects_or_none() -> None:
         connect(pair.channel.name, 2, 2)
     pair.connection.close()
     channel = Channel()
-    assert channel.accept(0.05, 2, 2) is None
+    with pytest.raises(TimeoutError):
+        channel.accept(0.05, 2, 2)
     channel.send(b"x")
     channel.close()
 

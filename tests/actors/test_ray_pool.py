@@ -21,6 +21,7 @@ from ray_clusters import environment, run
 
 from actors import RayPool, processes
 from actors.cluster import Cluster
+from actors.protocol import Channel
 from guided.constraint import Constraint
 from guided.errors import PoolUnavailable
 from guided.pools.options import NodePlacement
@@ -77,6 +78,7 @@ def test_its_token_is_its_own_and_for_this_user_only(local_ray: None) -> None:
 JOIN = """
 import sys, threading
 from actors.cluster import Cluster
+from actors.protocol import Channel
 from guided.errors import PoolUnavailable
 try:
     cluster = Cluster.join(sys.argv[1])
@@ -134,11 +136,14 @@ def test_the_driver_ends_with_the_engine_while_ray_is_silent() -> None:
 
 
 def test_an_actor_ends_with_its_session(local_ray: None) -> None:
-    cluster, arguments = Cluster.join(), (*LOCAL, 0, BYTES, 1 << 30, False, ())
+    cluster, channel = Cluster.join(), Channel()
+    arguments = (*LOCAL, 0, (channel.name, 8, WORDS), BYTES, 1 << 30, False, ())
     with contextlib.closing(cluster.session(threading.Event())) as session:
         pid = session.ask("start", "create", *arguments).pid
-        with pytest.raises(PoolUnavailable, match="no_such_method"):
-            session.ask("answer", "call", "no_such_method")
+    channel.close()
+    session = cluster.session(threading.Event())
+    with contextlib.closing(session), pytest.raises(PoolUnavailable, match="no_such_method"):
+        session.ask("answer", "no_such_method")
     assert not psutil.pid_exists(pid) or psutil.Process(pid).wait(WAIT) is None
     stopping = threading.Event()
     stopping.set()

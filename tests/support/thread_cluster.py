@@ -41,9 +41,7 @@ class ConnectedPair:
     def __init__(self, *, slots: int = 8, index: int = 0, max_cache_bytes: int = 1 << 20) -> None:
         self.channel = Channel()
         self.end, self.grammars, self.workers_table = connect(self.channel.name, slots, WORDS)
-        table = self.channel.accept(10, slots, WORDS)
-        assert table is not None
-        self.table = table
+        self.table = self.channel.accept(10, slots, WORDS)
         weakref.finalize(self, self.grammars.close)
         weakref.finalize(self, self.end.close)
         name = f"mask worker {index}"
