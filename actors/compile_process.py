@@ -23,7 +23,6 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -31,7 +30,7 @@ import msgspec
 import psutil
 from msgspec.msgpack import Decoder, encode
 
-from actors.packages import CompileResult, Package, buffer, receive, receive_package, send_package, socket_pair
+from actors.packages import CompileResult, Package, buffer, receive, receive_package, seal, send_package, socket_pair
 from actors.processes import (
     RETRY_SECONDS,
     START_SECONDS,
@@ -195,10 +194,7 @@ class CompileProcesses:
     """
 
     def __init__(self, vocabulary: bytes, closing: threading.Event) -> None:
-        self._vocabulary = os.memfd_create("vocabulary")
-        weakref.finalize(self, os.close, self._vocabulary)
-        with open(self._vocabulary, "wb", closefd=False) as file:
-            file.write(vocabulary)
+        self._vocabulary = seal(vocabulary)
         self._closing = closing
         self._servers: list[ForkServer] = []
         self._idle: list[CompileProcess] = []
@@ -230,7 +226,7 @@ class CompileProcesses:
         now = time.monotonic()
         if len(self._servers) == warm < 1 + is_quiet and now >= self._next_start:
             self._next_start = now + RETRY_SECONDS
-            self._servers.append(ForkServer(self._vocabulary))
+            self._servers.append(ForkServer(self._vocabulary.fd))
 
     @property
     def are_starting(self) -> bool:
@@ -268,7 +264,7 @@ class CompileProcesses:
         self._idle.append(process)
 
     def close(self) -> None:
-        """End all, but for those that are given back later. Idempotent."""
+        """End all."""
         for process in self._idle:
             process.kill()
         for server in self._servers:

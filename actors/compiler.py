@@ -5,7 +5,6 @@ It runs in the engine's process. Native code runs in the compile processes only.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -20,7 +19,7 @@ from actors.packages import CompileResult, Package
 from actors.processes import TICK_SECONDS
 from guided.backends import BACKENDS
 from guided.constraint import Constraint
-from guided.errors import BackendError, CompileQueueFull, CompileTimeout, GuidedError, PoolUnavailable, from_wire
+from guided.errors import BackendError, CompileQueueFull, CompileTimeout, GuidedError, from_wire
 from guided.masks.compilation import first_able
 from guided.masks.resources import available_cpus
 from guided.pools.grammar_cache import GrammarCache
@@ -45,7 +44,7 @@ class Compiler:
         self._processes = CompileProcesses(vocabulary.to_bytes(), self._closing)
         count = self._limits.processes or max(4, min(16, available_cpus()))
         self._queue = CompileQueue(self._limits.waiting)
-        targets = [self._keep, self._warm_up, *[self._work] * count]
+        targets = [self._keep, *[self._work] * count]
         self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
@@ -109,15 +108,9 @@ class Compiler:
                 expired = self._queue.expired(now - self._limits.wait_seconds)
             for task in expired:  # without the lock: the cache has one too
                 task.future.set_exception(self._waited())
-        self._processes.close()
 
     def _waited(self) -> CompileQueueFull:
         return CompileQueueFull(f"this constraint waited {self._limits.wait_seconds:g} s for others: try again later")
-
-    def _warm_up(self) -> None:
-        """Body of a thread: have a process before the first constraint."""
-        with contextlib.suppress(PoolUnavailable):
-            self._processes.give_back(self._processes.take())
 
     def _work(self) -> None:
         """Body of a thread: compile one constraint after the other."""

@@ -36,8 +36,8 @@ from guided.pools.options import NodePlacement
 
 _ACTOR = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1, concurrency_groups={ANSWERS: 1})(MaskActor)
 # The runtime environment of an actor that may be on another node. A result above this size would wait in the object
-# store there until this process asks for it. By default it is 100 KB, and the masks of 64 rows are 200 KB.
-_ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
+# store there until this process asks for it. By default it is 100 KB, and the masks of 64 rows are up to 1 MB.
+_ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(16 << 20)}}
 _JOIN_SECONDS = 12.0
 """Time limit for joining a cluster, once this process has loaded Ray."""
 
@@ -227,8 +227,8 @@ def check_room(placement: NodePlacement, cpus: float, number: int, nodes: list[d
     if not fitting:
         raise PoolUnavailable(f"no node of the Ray cluster has the {placement.kind} of placement {placement.text!r}")
     needs = {name: amount for name, amount in (("CPU", cpus), (placement.name, placement.amount)) if amount}
-    room = sum(min(node.get(name, 0) // needs[name] for name in needs) for node in fitting if needs)
-    if needs and room < number:
+    room = sum(min([node.get(name, 0) // needs[name] for name in needs], default=number) for node in fitting)
+    if room < number:
         amounts = " and ".join(f"{amount:g} {name}" for name, amount in needs.items())
         there = ", ".join(f"{sum(node.get(name, 0) for node in fitting):g} {name}" for name in needs)
         raise PoolUnavailable(

@@ -64,11 +64,7 @@ class Lines(NamedTuple):
     slots: Indices
     """`[n]`."""
     columns: dict[str, NDArray[Any]]
-    """`[n, ...]`: what the worker has written, but for the masks. `ready` is the last."""
-    changed: Int32s
-    """`[m]`: positions of the words that differ from those sent before, in the flattened masks `[n, words]`."""
-    mask: Int32s
-    """`[m]`: the words there."""
+    """`[n, ...]`: what the worker has written. `ready` is the last."""
     mark: NDArray[np.void]
     """The worker's mark."""
     failures: list[bytes]
@@ -95,7 +91,6 @@ class RemoteSteps:
         memory.close()
         self._sent_ready = self._table.ready.copy()
         self._sent_status = self._table.status.copy()
-        self._sent_mask = np.zeros_like(self._table.mask)
         self._news = threading.Event()
         """Set while there may be lines to wait for."""
         self._grammars = queue.SimpleQueue[list[Any]]()
@@ -147,13 +142,10 @@ class RemoteSteps:
     def _lines(self, slots: Indices, failures: list[bytes]) -> Lines:
         table = self._table
         ready = table.ready[slots]  # before the others: a line that is filled again meanwhile has the older version
-        columns = {name: getattr(table, name)[slots] for name in ("seconds", "status", "forced", "veto")}
-        masks = table.mask[slots]
-        words = np.flatnonzero(masks != self._sent_mask[slots]).astype(np.int32)
+        columns = {name: getattr(table, name)[slots] for name in ("mask", "seconds", "status", "forced", "veto")}
         self._sent_ready[slots] = ready
         self._sent_status[slots] = columns["status"]
-        self._sent_mask[slots] = masks
-        return Lines(slots, {**columns, "ready": ready}, words, masks.reshape(-1)[words], table.mark.copy(), failures)
+        return Lines(slots, {**columns, "ready": ready}, table.mark.copy(), failures)
 
 
 class MaskActor(RemoteSteps):
@@ -253,10 +245,6 @@ def forward(
 
 def _write(lines: Lines, table: SlotTable) -> None:
     """Write lines into the table. The engine reads a line when its `ready`, which is written last, has changed."""
-    slots = lines.slots
-    masks = table.mask[slots]
-    masks.reshape(-1)[lines.changed] = lines.mask
-    table.mask[slots] = masks
     for name, values in lines.columns.items():
-        getattr(table, name)[slots] = values
+        getattr(table, name)[lines.slots] = values
     table.mark[:] = lines.mark

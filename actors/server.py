@@ -61,6 +61,8 @@ _STUCK_SECONDS = 0.002
 ReceiveGrammar = Callable[[], Callable[[], Any]]
 """Waits for the next grammar of the engine, and returns a function that fetches it, an encoded `CompileResult`. Raises
 EOFError when the connection is lost."""
+_decode_requests = Decoder(list[Request]).decode
+_decode_grammar = Decoder(CompileResult).decode
 _log = logging.getLogger(__name__)
 
 
@@ -91,8 +93,8 @@ class _Slot:
     """Version of the mask that was requested last."""
     token: int = -1
     """The newest token of that output, if it is in the table."""
-    wanted_at: float = 0.0
-    """`time.monotonic()` of the request."""
+    due: float = 0.0
+    """`time.monotonic()` of the request, and as long as the row will take, as far as is known."""
     freed: int = 0
     """Version of its `Free`. The slot is freed once the row is not being filled any more."""
 
@@ -138,8 +140,6 @@ class StepServer:
         """The slots that the first two threads fill."""
         self._news = threading.Event()
         """Set when a frame was handled; cleared by the second thread."""
-        self._decode = Decoder(list[Request]).decode
-        self._read = Decoder(CompileResult).decode
         loops = (self._serve, self._relieve, self._load_all, self._beat)
         self._threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in loops]
 
@@ -205,7 +205,7 @@ class StepServer:
         try:
             self._begin(IMPORT, number)
             with guard("loading a grammar"):
-                result = self._read(fetch())
+                result = _decode_grammar(fetch())
             with guard(result.backend):
                 backend = self._backends[result.backend]
                 self._begin(LOAD, number)
@@ -247,13 +247,12 @@ class StepServer:
             self._filling[thread] = None
             if last is not None and last.freed:
                 self._free(last)
-            slot = self._next(thread)
+            slot = self._filling[thread] = self._next(thread)
             if slot is None:
                 return False
             del self._wanted[slot.number]
             wanted = slot.target, slot.token, slot.changes
             slot.changes = []
-            self._filling[thread] = slot
             self._begin(thread, slot.number)
         self._fill(thread, slot, *wanted)
         return True
@@ -271,18 +270,16 @@ class StepServer:
         while is_stuck and wait([self._end], 0):
             self._handle_frame(receive(self._end))
         other = self._filling[1 - thread]
-        able = self._able(other)
         if thread == SECOND and not is_stuck:
             # Quicker ones first, but each one waits about as long as it takes, at most.
-            slow = (slot for slot in able if slot.seconds >= SLOW_SECONDS)
-            slot = min(slow, key=lambda slot: slot.wanted_at + slot.seconds, default=None)
-            if slot is not None or other is not None:
-                return slot
-            able = self._able()  # quick rows that the first thread has left, because of their grammar
-        return next((slot for slot in able if slot.seconds < SLOW_SECONDS), None)
+            slow = [slot for slot in self._able(other) if slot.seconds >= SLOW_SECONDS]
+            if slow or other is not None:
+                return min(slow, key=lambda slot: slot.due, default=None)
+            # If there is none: quick rows that the first thread has left, because of their grammar.
+        return next((slot for slot in self._able(other) if slot.seconds < SLOW_SECONDS), None)
 
     def _handle_frame(self, frame: Any) -> None:
-        for request in self._decode(frame):
+        for request in _decode_requests(frame):
             match request:
                 case Fill():
                     self._want_all(np.frombuffer(request.slots, np.int32))
@@ -319,7 +316,7 @@ class StepServer:
     def _want(self, slot: _Slot, target: int, token: int = -1) -> None:
         slot.target = target
         slot.token = token
-        slot.wanted_at = time.monotonic()
+        slot.due = time.monotonic() + slot.seconds
         self._wanted.pop(slot.number, None)
         self._wanted[slot.number] = slot
 
@@ -332,18 +329,14 @@ class StepServer:
     def _fill(self, thread: int, slot: _Slot, target: int, token: int, changes: list[Open | Edit]) -> None:
         table = self._table
         number = slot.number
+        error: GuidedError | None
         try:
-            for change in changes:
-                if isinstance(change, Open):
-                    self._open(slot.grammar.loaded, change)
-                else:
-                    self._worker.edit(number, change.start, change.tokens)
-            known = self._worker.length(number)
+            self._apply(slot, changes)
             length = target & POSITION
-            if length - known in (0, 1):
-                error = self._worker.fill(number, [token][: length - known], table.mask[number])
-            else:
-                error = BackendError(f"the worker knows {known} output tokens of slot {number}, not {length}")
+            new = length - self._worker.length(number)
+            if new not in (0, 1):
+                raise BackendError(f"the worker knows {length - new} output tokens of slot {number}, not {length}")
+            error = self._worker.fill(number, [token][:new], table.mask[number])
         except GuidedError as raised:
             error = raised
         if error is None and self._forced_tokens:
@@ -351,29 +344,30 @@ class StepServer:
         seconds = time.monotonic() - self._since[thread]
         slot.seconds = table.seconds[number] = seconds
         slot.grammar.seconds = min(slot.grammar.seconds, seconds)
-        if error is None:
-            if number in self._worker.steered:
-                status = STEERED
-            else:
-                status = OK
+        if error is not None:
+            _log.warning("request %s (slot %d) failed: %s: %s", slot.request_id, number, error.code, error)
+            send_package(self._end, encode(Failed(number, target, to_wire(error))))
+            table.status[number] = FAILED  # the message is there
+        else:
+            status = STEERED * (number in self._worker.steered)
             vetoed = self._worker.vetoed.get(number)
             if vetoed is not None:
                 status |= CHECKED
                 table.veto[number] = vetoed.report()
-            if status:
-                table.status[number] = status
+            table.status[number] = status
             table.ready[number] = target
-        else:
-            _log.warning("request %s (slot %d) failed: %s: %s", slot.request_id, number, error.code, error)
-            send_package(self._end, encode(Failed(number, target, to_wire(error))))
-            table.status[number] = FAILED  # the message is there
         self._busy[thread] = IDLE
 
-    def _open(self, loaded: CompiledGrammar | GuidedError | None, opening: Open) -> None:
+    def _apply(self, slot: _Slot, changes: list[Open | Edit]) -> None:
+        loaded = slot.grammar.loaded
         assert loaded is not None
-        if isinstance(loaded, GuidedError):
-            raise loaded.with_traceback(None)
-        self._worker.open(opening.slot, loaded, tokens=opening.tokens, budget=opening.budget, final=opening.final)
+        for change in changes:
+            if isinstance(change, Edit):
+                self._worker.edit(slot.number, change.start, change.tokens)
+            elif isinstance(loaded, GuidedError):
+                raise loaded.with_traceback(None)
+            else:
+                self._worker.open(slot.number, loaded, change.tokens, change.budget, change.final)
 
     def _wake_engine(self) -> None:
         if self._table.wake[0]:

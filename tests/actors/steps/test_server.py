@@ -434,8 +434,7 @@ def test_the_mark_of_an_actor_elsewhere_comes_with_its_lines() -> None:
     mark = pair.table.mark.copy()
     mark["busy"][0, LOAD] = 7
     mark.setflags(write=False)  # as Ray returns it
-    nothing = np.empty(0, np.intp)
-    answers.put(Lines(nothing, {}, nothing.astype(np.int32), nothing.astype(np.int32), mark, []))
+    answers.put(Lines(np.empty(0, np.intp), {}, mark, []))
     until(lambda: [work.subject for work in pair.connection.work()] == [7])
     pair.connection.close()
 
