@@ -6,11 +6,12 @@ It runs in the engine's process. Native code runs in the compile processes only.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 
 from actors.compile_process import CompileProcess, CompileProcesses, CompileRequest, closed
@@ -35,19 +36,17 @@ class Compiler:
 
     def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
         self._limits = options.compile_limits
-        self._changed = threading.Condition()
-        """Protects the queue, the counters, and `_closing`. It is notified when a task may be taken."""
+        self._lock = threading.Lock()
+        """Protects the queue, the counters, and `_closing`."""
         self._cache = GrammarCache(options.max_cache_bytes)
         self._crashes: Counter[str] = Counter()
         self._timeouts: Counter[str] = Counter()
         self._closing = threading.Event()
         self._processes = CompileProcesses(vocabulary.to_bytes(), self._closing)
-        count = self._limits.processes or max(4, min(16, available_cpus()))
         self._queue = CompileQueue(self._limits.waiting)
-        targets = [self._keep, *[self._work] * count]
-        self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
-        for thread in self._threads:
-            thread.start()
+        self._most = self._limits.processes or max(4, min(16, available_cpus()))
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        self._keeper.start()
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         return self._cache.get(constraint, backends, partial(self._enqueue, constraint, backends))
@@ -55,12 +54,12 @@ class Compiler:
     def _enqueue(self, constraint: Constraint, backends: Sequence[str], key: str) -> Future[Grammar]:
         future: Future[Grammar] = Future()
         future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
-        with self._changed:
+        with self._lock:
             if self._closing.is_set():
                 future.set_exception(closed())
                 return future
             refused = self._queue.put(Task(constraint, backends, key, future, CLIENT.get(), time.monotonic()))
-            self._changed.notify()
+            self._start_next()
         if refused is not None:
             error = CompileQueueFull(f"{self._limits.waiting} constraints wait to be compiled: try again later")
             refused.future.set_exception(error)
@@ -82,13 +81,14 @@ class Compiler:
 
     def close(self) -> None:
         """End the processes. Constraints that wait or are being compiled fail with `PoolUnavailable`."""
-        with self._changed:
+        with self._lock:
             self._closing.set()
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        for task in self._queue.waiting:
+            left = self._queue.expired(math.inf)
+            running = [task.future for task in self._queue.running]
+        for task in left:
             task.future.set_exception(closed())
+        self._keeper.join()
+        wait(running)
         self._processes.close()
 
     def _keep(self) -> None:
@@ -104,7 +104,7 @@ class Compiler:
                 warm_since = now
             if now < warm_since + self._limits.wait_seconds:  # constraints waited for the first fork server
                 continue
-            with self._changed:
+            with self._lock:
                 expired = self._queue.expired(now - self._limits.wait_seconds)
             for task in expired:  # without the lock: the cache has one too
                 task.future.set_exception(self._waited())
@@ -112,30 +112,25 @@ class Compiler:
     def _waited(self) -> CompileQueueFull:
         return CompileQueueFull(f"this constraint waited {self._limits.wait_seconds:g} s for others: try again later")
 
-    def _work(self) -> None:
-        """Body of a thread: compile one constraint after the other."""
-        while (task := self._next()) is not None:
-            try:
-                task.future.set_result(self._compile(task))
-            except GuidedError as error:
-                task.future.set_exception(error)
-            except Exception as raised:  # a bug, or a garbled answer: fails one constraint, and does not end the thread
-                _log.exception("a constraint was not compiled")
-                task.future.set_exception(BackendError(f"compiling failed: {type(raised).__name__}"))
-            with self._changed:
-                self._queue.running.remove(task)
-                self._changed.notify()
-            del task  # with its grammar, while this thread waits for the next one
+    def _start_next(self) -> None:
+        """Start the constraint whose turn it is, if a process is free for it. With the lock."""
+        if len(self._queue.running) < self._most:
+            task = self._queue.take()
+            if task is not None:
+                threading.Thread(target=self._work, args=(task,), daemon=True).start()
 
-    def _next(self) -> Task | None:
-        """Wait for the next constraint. None: the compiler is being closed."""
-        with self._changed:
-            while not self._closing.is_set():
-                task = self._queue.take()
-                if task is not None:
-                    return task
-                self._changed.wait()
-        return None
+    def _work(self, task: Task) -> None:
+        """Body of a thread: compile a constraint."""
+        try:
+            task.future.set_result(self._compile(task))
+        except GuidedError as error:
+            task.future.set_exception(error)
+        except Exception as raised:  # a bug, or a garbled answer: fails one constraint
+            _log.exception("a constraint was not compiled")
+            task.future.set_exception(BackendError(f"compiling failed: {type(raised).__name__}"))
+        with self._lock:
+            self._queue.running.remove(task)
+            self._start_next()
 
     def _compile(self, task: Task) -> Grammar:
         """Compile with the first backend that can enforce all of a constraint."""
@@ -172,7 +167,7 @@ class Compiler:
         except GuidedError as error:
             if self._closing.is_set():
                 raise closed() from None
-            with self._changed:
+            with self._lock:
                 self._timeouts[request.backend] += isinstance(error, CompileTimeout)
                 self._crashes[request.backend] += isinstance(error, BackendError)
             _log.warning("%s, compiling with %s: %s", error, request.backend, request.constraint.key)

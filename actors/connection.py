@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -71,6 +72,12 @@ class SequenceState:
     def has_answered(self) -> bool:
         """The worker has computed a mask for it."""
         return self.worker is not None and bool(self.worker.table.ready[self.slot] >= 0)
+
+    def has_waited(self, seconds: float) -> bool:
+        """Begin to wait for a worker, if that has not begun. Returns whether it began at least `seconds` ago."""
+        now = time.monotonic()
+        self.waits_until = min(self.waits_until, now + seconds)
+        return now >= self.waits_until
 
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
@@ -279,12 +286,12 @@ class WorkerConnection:
         ]
         return sorted(works)
 
-    def concerned(self, work: Work) -> list[SequenceState]:
-        """Return the sequences without a mask that a thread is busy with. From any thread."""
+    def concerned(self, works: Iterable[Work]) -> list[SequenceState]:
+        """Return the sequences without a mask that threads are busy with. From any thread."""
+        threads = {(work.phase == "fill", work.subject) for work in works}
         states = [state for state in list(self.sequences.values()) if not state.is_ready]
-        if work.phase == "fill":
-            return [state for state in states if state.slot == work.subject]
-        return [state for state in states if state.number == work.subject and not state.has_answered]
+        filled = [state for state in states if (True, state.slot) in threads]
+        return filled + [state for state in states if (False, state.number) in threads and not state.has_answered]
 
     def described(self, work: Work, silent: float) -> str:
         """Return a text about what a thread is busy with, for the log. From any thread.
@@ -293,7 +300,7 @@ class WorkerConnection:
             silent: seconds since the last heartbeat.
         """
         text = f"; {work.phase}: {work.cpu:.1f} s of CPU in {max(0.0, work.wall) + silent:.1f} s"
-        for state in self.concerned(work):
+        for state in self.concerned([work]):
             sequence = state.sequence
             constraint = state.grammar.constraint
             text += f", sequence {sequence.sequence_id} of request {sequence.request_id}, constraint {constraint.key}"

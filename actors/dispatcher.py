@@ -105,32 +105,29 @@ class Dispatcher:
         self._poller.register(worker.channel.fd, select.POLLIN)
 
     def end(
-        self, worker: WorkerConnection, error: GuidedError, cause: EndCause = "died", culprit: Work | None = None
+        self, worker: WorkerConnection, error: GuidedError, cause: EndCause = "died", works: Collection[Work] = ()
     ) -> None:
         """Handle the end of a worker: its sequences fail, or are opened on another one when they are next wanted.
 
-        The sequences that `culprit` concerns fail. If the worker died and `max_replays` is 0, each one with an open
+        The sequences that `works` concern fail. If the worker died and `max_replays` is 0, each one with an open
         matcher fails too. Otherwise each one fails that n workers were busy with at their ends: loaded, opened or
         filled it. For a death n is `max_replays` + 1, for another end it is at least 2.
 
         Args:
             error: for the sequences that are lost.
-            culprit: the reason why the supervisor ended the worker.
+            works: the reason why the supervisor ended the worker.
         """
         if worker not in self.workers:
             return
         worker.receive()  # what it answered before its end still counts
         self._poller.unregister(worker.channel.fd)
         self.workers.remove(worker)
-        if culprit is None:
-            culprits = []
-        else:
-            culprits = worker.concerned(culprit)
-        busy = {state for work in worker.work() for state in worker.concerned(work)}
+        culprits = worker.concerned(works)
+        busy = worker.concerned(worker.work())
         self._suspect(cause, culprits, busy)
         if cause == "transfer" or (worker.is_remote and not busy):
             # Any of those that it should have begun with may be the reason.
-            busy = {state for state in worker.sequences.values() if not state.is_ready}
+            busy = [state for state in worker.sequences.values() if not state.is_ready]
         died = WorkerDied(f"{error.message} while it computed this request's mask")
         died.retryable = False  # the mask may have ended it
         if cause == "died":
@@ -250,11 +247,8 @@ class Dispatcher:
         """Open a sequence, if a worker can take it now. Fail it if it waited too long, or its grammar ends workers."""
         able = [worker for worker in self.workers if worker.free_slot() is not None]
         error = self.refusal(state.grammar.constraint)
-        if not able:
-            now = time.monotonic()
-            state.waits_until = min(state.waits_until, now + self.pool_wait)
-            if now >= state.waits_until:
-                error = PoolUnavailable(f"no mask worker could take the sequence for {self.pool_wait:g} s")
+        if not able and state.has_waited(self.pool_wait):
+            error = PoolUnavailable(f"no mask worker could take the sequence for {self.pool_wait:g} s")
         if error is not None:
             self._fail(state, error)
         elif able:
@@ -320,16 +314,13 @@ class Dispatcher:
         if not sequence_ids:
             return []
         self._receive()
-        now = time.monotonic()
-        if any(worker.free_slot() is not None for worker in self.workers):
-            now = math.inf  # sequences that wait for a worker can be opened now
-        return [sequence_id for sequence_id in sequence_ids if self._is_decided(sequence_id, now)]
+        can_open = any(worker.free_slot() is not None for worker in self.workers)
+        return [sequence_id for sequence_id in sequence_ids if self._is_decided(sequence_id, can_open)]
 
-    def _is_decided(self, sequence_id: int, now: float) -> bool:
+    def _is_decided(self, sequence_id: int, can_open: bool) -> bool:
         state = self._sequences.get(sequence_id)
         if state is None or state.error is not None:
             return True
         if state.worker is None:  # its worker may have ended, or the pool does not start
-            state.waits_until = min(state.waits_until, time.monotonic() + self.pool_wait)
-            return self.unavailable is not None or now >= state.waits_until
+            return can_open or self.unavailable is not None or state.has_waited(self.pool_wait)
         return state.is_ready

@@ -230,12 +230,12 @@ class Supervisor:
             self._note(state="up", incarnation=restarts + 1, restarts=restarts, **place)
             self._pool.announce(partial(self._pool.add, connection))
             self._pool.note_state(None)
-            verdict: Verdict = ("died", None)
+            verdict: Verdict = ("died", [])
             try:
                 verdict = self._watched(session, watch)
-                cause, culprit = verdict
+                cause, works = verdict
                 if not stopping.is_set():
-                    self._record_end(cause, self._error_of(cause).message + watch.described(culprit))
+                    self._record_end(cause, self._error_of(cause).message + watch.described(works))
                 if cause != "died" and process is not None:
                     kill(process)
             finally:  # whatever happens: its sequences would wait for ever
@@ -297,4 +297,4 @@ class Supervisor:
             verdict = watch.look()
             if verdict is not None:
                 return verdict
-        return "died", None
+        return "died", []

@@ -26,8 +26,8 @@ REMOTE_SILENT_SECONDS = 15.0
 the network may be the reason."""
 _LOCKED_SECONDS = 1.0
 """After so long without a heartbeat, a thread holds the interpreter lock."""
-Verdict = tuple[EndCause, Work | None]
-"""Why an actor has to be ended, and what it was busy with, if that is the reason."""
+Verdict = tuple[EndCause, list[Work]]
+"""Why an actor has to be ended, and what it was busy with if that is the reason: one work, or none."""
 
 
 class Watch:
@@ -82,12 +82,9 @@ class Watch:
             self._unread += passed
         return self._verdict(works)
 
-    def described(self, culprit: Work | None) -> str:
+    def described(self, works: list[Work]) -> str:
         """Return a text about the reason why the actor has to be ended, or about all that it is busy with."""
-        works = self.connection.work()
-        if culprit is not None:
-            works = [culprit]
-        return "".join(self.connection.described(work, self.silent) for work in works)
+        return "".join(self.connection.described(work, self.silent) for work in works or self.connection.work())
 
     def _counted(self, heart: int, passed: float) -> float:
         """Return how many of the seconds since the last look count: not those of waiting for a CPU."""
@@ -113,11 +110,11 @@ class Watch:
             if hidden:
                 limit = min(limit, self._most)
             if max(0.0, work.seconds) + hidden > limit or (work.phase == "load" and work.wall > LOAD_WALL_SECONDS):
-                return work.phase, work
+                return work.phase, [work]
         if self.silent > self._most:
-            return "frozen", None
+            return "frozen", []
         if self._unread > self._most and self.silent < _LOCKED_SECONDS:
-            return "transfer", None
+            return "transfer", []
         if self._process is not None and processes.resident_bytes(self._process) > self._memory:
-            return "memory", works[-1] if works else None
+            return "memory", works[-1:]
         return None

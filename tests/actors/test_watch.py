@@ -51,8 +51,9 @@ class Scene:
             self.times = (self.times[0] + 0.2 - waits, self.times[1] + waits)
             verdict = self.watch.look()
             if verdict is not None:
-                cause, work = verdict
-                return cause, None if work is None else work.subject, round(self.now - began)
+                cause, works = verdict
+                subject = works[0].subject if works else None
+                return cause, subject, round(self.now - began)
         return None
 
 

@@ -145,9 +145,8 @@ class Cluster:
         connection = self.actors[index].connection
         end = partial(self.dispatcher.end, connection, WorkerDied(f"worker {index} died"))
         if hung:
-            works = connection.work()
-            culprit = works[0] if works else None
-            end = partial(self.dispatcher.end, connection, MaskTimeout(f"worker {index} hung"), "fill", culprit)
+            works = connection.work()[:1]
+            end = partial(self.dispatcher.end, connection, MaskTimeout(f"worker {index} hung"), "fill", works)
         self.dispatcher.announce(end)
 
     def close(self) -> None:
