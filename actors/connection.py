@@ -242,9 +242,8 @@ class WorkerConnection:
         """Close a sequence's matcher with the next frame. Its slot is reused once the worker has confirmed it."""
         slot = state.slot
         del self.sequences[slot]
-        version = freed(int(self.table.target[slot]))
-        self.table.target[slot] = version
-        self.requests.append(Free(slot, version))
+        self.table.target[slot] = freed(int(self.table.target[slot]))
+        self.requests.append(Free(slot))
         state.leave()
 
     def request_wakeup(self) -> None:

@@ -9,7 +9,7 @@ import math
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -213,22 +213,23 @@ class Dispatcher:
         send_all(self.workers)
 
     def _assign(self, sequences: Sequence[GuidedSequence], batch: int | None) -> None:
-        """Begin a step: open the sequences that have no worker, and group the rows by worker."""
+        """Begin a step."""
         step = self._step = _Step(sequences, batch)
         self._is_changed = False
-        rows = dict[int, SequenceState]()
         for row, sequence in enumerate(sequences):
             state = self._sequences.get(sequence.sequence_id)
             if state is None:
                 step.failed[row] = BackendError(f"sequence {sequence.sequence_id} is not open")
             else:
-                rows[row] = state
-        self._add_rows(step, rows)
+                step.waiting[row] = state
+        self._place_all(step)
 
-    def _add_rows(self, step: _Step, rows: Mapping[int, SequenceState]) -> None:
-        """Add rows to a step: open the sequences that have no worker, and group the rows by worker."""
+    def _place_all(self, step: _Step) -> None:
+        """Open the waiting sequences that have no worker, if possible, and group the rows by worker."""
         parts: dict[WorkerConnection, dict[int, SequenceState]] = {}
-        for row, state in rows.items():
+        waiting = step.waiting
+        step.waiting = {}
+        for row, state in waiting.items():
             if state.worker is None and state.error is None:
                 self._place(state)
             if state.error is not None:
@@ -293,9 +294,7 @@ class Dispatcher:
             for worker in self.workers:
                 worker.request_wakeup()
             self._receive()
-            waiting = dict(step.waiting)
-            step.waiting.clear()
-            self._add_rows(step, waiting)
+            self._place_all(step)
             send_all(self.workers)
             undecided = step.look()
             now = time.monotonic()

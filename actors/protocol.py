@@ -215,10 +215,9 @@ class Edit(msgspec.Struct, array_like=True, tag=4, gc=False, frozen=True):
 
 
 class Free(msgspec.Struct, array_like=True, tag=5, gc=False, frozen=True):
-    """Close the matcher in a slot; acknowledged by `ready[slot] = version`, which is negative."""
+    """Close the matcher in a slot; acknowledged by `ready[slot] = target[slot]`, which is negative."""
 
     slot: int
-    version: int
 
 
 Request = Fill | Unload | Open | Edit | Free

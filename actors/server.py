@@ -45,7 +45,6 @@ from actors.protocol import (
     Failed,
     Fill,
     Free,
-    Int32s,
     Open,
     Request,
     SlotTable,
@@ -89,14 +88,12 @@ class _Slot:
     """Seconds of its last mask, or the estimate for the first."""
     changes: list[Open | Edit] = field(default_factory=list)
     """Messages of the engine that the next thread that fills the row has to apply."""
-    target: int = 0
-    """Version of the mask that was requested last."""
-    token: int = -1
-    """The newest token of that output, if it is in the table."""
+    edits: int = 0
+    """The edit count of the last one."""
     due: float = 0.0
     """`time.monotonic()` of the request, and as long as the row will take, as far as is known."""
-    freed: int = 0
-    """Version of its `Free`. The slot is freed once the row is not being filled any more."""
+    is_freed: bool = False
+    """Whether the slot is to be freed, once the row is not being filled any more."""
 
 
 class StepServer:
@@ -245,16 +242,20 @@ class StepServer:
         with self._lock:
             last = self._filling[thread]
             self._filling[thread] = None
-            if last is not None and last.freed:
+            if last is not None and last.is_freed:
                 self._free(last)
-            slot = self._filling[thread] = self._next(thread)
+            slot = self._next(thread)
             if slot is None:
                 return False
             del self._wanted[slot.number]
-            wanted = slot.target, slot.token, slot.changes
+            target = int(self._table.target[slot.number])
+            if target // EDIT != slot.edits:  # `Edit` or `Free` follows
+                return True
+            changes = slot.changes
             slot.changes = []
+            self._filling[thread] = slot
             self._begin(thread, slot.number)
-        self._fill(thread, slot, *wanted)
+        self._fill(thread, slot, target, changes)
         return True
 
     def _able(self, avoided: _Slot | None = None) -> Iterator[_Slot]:
@@ -282,7 +283,8 @@ class StepServer:
         for request in _decode_requests(frame):
             match request:
                 case Fill():
-                    self._want_all(np.frombuffer(request.slots, np.int32))
+                    for number in np.frombuffer(request.slots, np.int32).tolist():
+                        self._want(number)
                 case Unload():
                     for number in request.numbers:
                         grammar = self._grammars[number]
@@ -292,41 +294,32 @@ class StepServer:
                 case Free():
                     slot = self._slots[request.slot]
                     self._wanted.pop(slot.number, None)
-                    slot.freed = request.version
+                    slot.is_freed = True
                     if slot not in self._filling:
                         self._free(slot)
                 case Open() | Edit():
                     if isinstance(request, Open):
                         grammar = self._grammars.setdefault(request.grammar, _Grammar())
-                        slot = _Slot(request.slot, grammar, request.request_id, grammar.seconds)
-                        self._slots[request.slot] = slot
+                        self._slots[request.slot] = _Slot(request.slot, grammar, request.request_id, grammar.seconds)
                     slot = self._slots[request.slot]
                     slot.changes.append(request)
-                    self._want(slot, request.version)
+                    slot.edits = request.version // EDIT
+                    self._want(slot.number)
 
-    def _want_all(self, slots: Int32s) -> None:
-        table = self._table
-        targets = table.target[slots].tolist()
-        tokens = table.tokens[slots].tolist()
-        for number, target, token in zip(slots.tolist(), targets, tokens, strict=True):
-            slot = self._slots.get(number)
-            if slot is not None and target // EDIT == slot.target // EDIT:  # if not, `Edit` or `Free` follows
-                self._want(slot, target, token)
-
-    def _want(self, slot: _Slot, target: int, token: int = -1) -> None:
-        slot.target = target
-        slot.token = token
+    def _want(self, number: int) -> None:
+        slot = self._slots[number]
         slot.due = time.monotonic() + slot.seconds
-        self._wanted.pop(slot.number, None)
-        self._wanted[slot.number] = slot
+        self._wanted.pop(number, None)
+        self._wanted[number] = slot
 
     def _free(self, slot: _Slot) -> None:
-        self._worker.free([slot.number])
-        del self._slots[slot.number]
-        self._table.status[slot.number] = OK
-        self._table.ready[slot.number] = slot.freed
+        number = slot.number
+        self._worker.free([number])
+        del self._slots[number]
+        self._table.status[number] = OK
+        self._table.ready[number] = self._table.target[number]
 
-    def _fill(self, thread: int, slot: _Slot, target: int, token: int, changes: list[Open | Edit]) -> None:
+    def _fill(self, thread: int, slot: _Slot, target: int, changes: list[Open | Edit]) -> None:
         table = self._table
         number = slot.number
         error: GuidedError | None
@@ -336,7 +329,7 @@ class StepServer:
             new = length - self._worker.length(number)
             if new not in (0, 1):
                 raise BackendError(f"the worker knows {length - new} output tokens of slot {number}, not {length}")
-            error = self._worker.fill(number, [token][:new], table.mask[number])
+            error = self._worker.fill(number, [int(table.tokens[number])][:new], table.mask[number])
         except GuidedError as raised:
             error = raised
         if error is None and self._forced_tokens:

@@ -55,8 +55,10 @@ class Watch:
         self._unread = 0.0
         """Seconds in which the actor was asked for masks and began with none."""
         self._looked_at = time.monotonic()
-        self._seen = (0.0, 0)
-        """The last heartbeat, and the sum of the versions of all masks, which changes with each."""
+        self._beat = 0.0
+        """The last heartbeat."""
+        self._versions = 0
+        """The sum of the versions of all masks, which changes with each."""
         self._state = ""
         """State of the heartbeat's thread: see `thread_state`."""
         self._waited = 0.0
@@ -69,17 +71,18 @@ class Watch:
         mark = table.mark[0]
         passed = self._counted(int(mark["heart"]), now - self._looked_at)
         self._looked_at = now
-        before = self._seen
-        self._seen = (float(mark["beat"]), int(table.ready.sum()))
+        beat = float(mark["beat"])
+        versions = int(table.ready.sum())
         works = self.connection.work()
-        if before[0] == self._seen[0]:
-            self.silent = self.silent + passed
-        else:
+        self.silent += passed
+        if beat != self._beat:
             self.silent = 0.0
-        if works or before[1] != self._seen[1] or not table.has_work():
+        self._unread += passed
+        # While there are requests, the engine has not sent all.
+        if works or versions != self._versions or self.connection.requests or not table.has_work():
             self._unread = 0.0
-        elif not self.connection.requests:  # while there are any, the engine has not sent all
-            self._unread += passed
+        self._beat = beat
+        self._versions = versions
         return self._verdict(works)
 
     def described(self, works: list[Work]) -> str:

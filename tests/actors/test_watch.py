@@ -147,7 +147,7 @@ def test_one_that_begins_with_nothing_is_ended(scene: Scene) -> None:
 
 def test_what_the_engine_has_not_sent_is_no_fault_of_the_actor(scene: Scene) -> None:
     scene.pair.table.target[0] = ~7
-    scene.pair.connection.requests.append(Free(0, ~7))
+    scene.pair.connection.requests.append(Free(0))
     assert scene.end(beats=True) is None
 
 

@@ -130,7 +130,7 @@ class Peer:
 
     def free(self, slot: int) -> Free:
         self.table.target[slot] = freed(int(self.table.target[slot]))
-        return Free(slot, int(self.table.target[slot]))
+        return Free(slot)
 
     def answer(self, seconds: float = 10.0) -> Failed | bytes | None:
         poller = select.poll()
