@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
-from actors.compile_process import CompileProcess, CompileProcesses, CompileRequest, closed
+from actors.compile_process import CompileProcesses, CompileRequest, closed
 from actors.compile_queue import CompileQueue, Task
-from actors.packages import CompileResult, Package
 from actors.processes import TICK_SECONDS
 from guided.backends import BACKENDS
 from guided.constraint import Constraint
@@ -39,8 +38,8 @@ class Compiler:
         self._lock = threading.Lock()
         """Protects the queue, the counters, and `_closing`."""
         self._cache = GrammarCache(options.max_cache_bytes)
-        self._crashes: Counter[str] = Counter()
-        self._timeouts: Counter[str] = Counter()
+        self._ends: Counter[tuple[str, type[GuidedError]]] = Counter()
+        """Ends of compile processes by backend and error."""
         self._closing = threading.Event()
         self._processes = CompileProcesses(vocabulary.to_bytes(), self._closing)
         self._queue = CompileQueue(self._limits.waiting)
@@ -67,7 +66,9 @@ class Compiler:
 
     def backends(self) -> list[BackendStatus]:
         """Return how often each backend has crashed or exceeded a time limit."""
-        return [BackendStatus(name, self._crashes[name], self._timeouts[name]) for name in BACKENDS]
+        return [
+            BackendStatus(name, self._ends[name, BackendError], self._ends[name, CompileTimeout]) for name in BACKENDS
+        ]
 
     def counts(self) -> dict[str, int]:
         """Return numbers of `PoolStatus`."""
@@ -148,35 +149,21 @@ class Compiler:
             request = CompileRequest(task.constraint, name, self._limits.grammar_bytes)
             began = time.monotonic()
             try:
-                result, package = self._run(process, request, left - kept)
-            finally:
+                result, package = process.compile(request, left - kept, self._limits.memory_bytes)
+            except GuidedError as error:
+                if self._closing.is_set():
+                    raise closed() from None
+                with self._lock:
+                    self._ends[name, type(error)] += 1
+                _log.warning("%s, compiling with %s: %s", error, name, task.constraint.key)
+                raise
+            finally:  # also if the answer is garbled
                 left -= time.monotonic() - began
+                self._processes.release(process)
+            if result.error is not None:
+                raise from_wire(result.error)
             checked = result.checked
             size = result.nbytes
             return Grammar(task.key, name, task.constraint, limit - left, checked=checked, nbytes=size, dumped=package)
 
         return first_able(task.backends, attempt)
-
-    def _run(self, process: CompileProcess, request: CompileRequest, seconds: float) -> tuple[CompileResult, Package]:
-        """Compile with one backend. Raises what `CompileProcess.compile` raises, and the error of the result."""
-        is_reusable = False
-        try:
-            result, package = process.compile(request, seconds, self._limits.memory_bytes)
-            # A process that has grown by more than this is replaced after its constraint.
-            is_reusable = process.growth <= 64 << 20
-        except GuidedError as error:
-            if self._closing.is_set():
-                raise closed() from None
-            with self._lock:
-                self._timeouts[request.backend] += isinstance(error, CompileTimeout)
-                self._crashes[request.backend] += isinstance(error, BackendError)
-            _log.warning("%s, compiling with %s: %s", error, request.backend, request.constraint.key)
-            raise
-        finally:  # also if the answer is garbled
-            if is_reusable:
-                self._processes.give_back(process)
-            else:
-                process.kill()
-        if result.error is not None:
-            raise from_wire(result.error)
-        return result, package
