@@ -79,6 +79,10 @@ class SequenceState:
         self.waits_until = min(self.waits_until, now + seconds)
         return now >= self.waits_until
 
+    def fail(self, error: GuidedError) -> None:
+        """Note why it is over, unless it was over before."""
+        self.error = self.error or error
+
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
         self.worker = None
@@ -251,10 +255,9 @@ class WorkerConnection:
         self.table.wake[0] = 1
         self.channel.push()
 
-    def receive(self) -> bool:
-        """Read the answers that have arrived. Returns whether the worker has failed a sequence."""
+    def receive(self) -> None:
+        """Read the answers that have arrived."""
         self.channel.push()  # if all rows are late, no step sends the rest of a large frame
-        has_failed = False
         while (frame := self.channel.receive()) is not None:
             try:
                 answer = _decode(frame)
@@ -264,13 +267,11 @@ class WorkerConnection:
             if state is not None and answer.version == self.table.target[state.slot]:
                 error = from_wire(answer.error)
                 error.add_note(f"on {self.name}")
-                state.error = state.error or error
-                has_failed = True
+                state.fail(error)
                 key = state.grammar.key
                 # Perhaps its grammar was not loaded, for a passing lack of memory: the next sequence loads it again.
                 if not state.has_answered and self._loaded.get(key) == state.number:
                     self.requests.append(Unload([self._loaded.remove(key)]))
-        return has_failed
 
     def work(self) -> list[Work]:
         """Return what each busy thread of the worker does, what began last first. From any thread."""

@@ -32,8 +32,7 @@ _SHORT_SECONDS = 0.0001
 class _Step:
     """One step's rows."""
 
-    def __init__(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
-        self.sequences = sequences
+    def __init__(self, batch: int | None = None) -> None:
         self.batch = batch
         """The number of the batch."""
         self.parts: list[StepPart] = []
@@ -71,9 +70,9 @@ class Dispatcher:
         self.workers: list[WorkerConnection] = []
         """Workers that are up."""
         self._sequences: dict[int, SequenceState] = {}
-        self._step = _Step(())
+        self._step = _Step()
         self._is_changed = False
-        """Whether a sequence has failed, or lost its worker, since the last step."""
+        """Whether a worker has ended since the last step."""
         self._holding: set[SequenceState] = set()
         """Sequences of a backend that holds the interpreter lock while it computes a mask."""
         self.quarantine = Quarantine()
@@ -91,8 +90,7 @@ class Dispatcher:
     def _receive(self) -> None:
         """Read what the workers have answered, and handle the events."""
         for worker in self.workers:
-            if worker.receive():
-                self._is_changed = True
+            worker.receive()
         self._handle_events()
 
     def _handle_events(self) -> None:
@@ -122,12 +120,12 @@ class Dispatcher:
         worker.receive()  # what it answered before its end still counts
         self._poller.unregister(worker.channel.fd)
         self.workers.remove(worker)
-        culprits = worker.concerned(works)
-        busy = worker.concerned(worker.work())
+        culprits = set(worker.concerned(works))
+        busy = set(worker.concerned(worker.work()))
         self._suspect(cause, culprits, busy)
         if cause == "transfer" or (worker.is_remote and not busy):
             # Any of those that it should have begun with may be the reason.
-            busy = [state for state in worker.sequences.values() if not state.is_ready]
+            busy = {state for state in worker.sequences.values() if not state.is_ready}
         died = WorkerDied(f"{error.message} while it computed this request's mask")
         died.retryable = False  # the mask may have ended it
         if cause == "died":
@@ -140,7 +138,7 @@ class Dispatcher:
             if cause == "died" and not replays:
                 is_lost = is_lost or state.has_answered
             if is_lost:
-                self._fail(state, died if state in busy and isinstance(error, WorkerDied) else error)
+                state.fail(died if state in busy and isinstance(error, WorkerDied) else error)
         for part in self._step.parts:
             if part.worker is worker:
                 self._step.waiting.update(part.look())
@@ -154,9 +152,12 @@ class Dispatcher:
 
     def _suspect(self, cause: EndCause, culprits: Collection[SequenceState], busy: Collection[SequenceState]) -> None:
         """Note which constraint has ended a worker."""
-        if cause not in ("died", "load", "fill"):
+        suspects = culprits
+        if cause == "died":
+            suspects = busy
+        elif cause not in ("load", "fill"):
             return
-        keys = {state.grammar.constraint.key for state in (busy if cause == "died" else culprits)}
+        keys = {state.grammar.constraint.key for state in suspects}
         states = [state for state in self._sequences.values() if state.grammar.constraint.key in keys]
         had_mask = any(state.has_answered or state.sequence.output_token_ids for state in states)
         if cause == "died" and (had_mask or len(keys) > 1):  # then it need not be the cause
@@ -164,16 +165,11 @@ class Dispatcher:
         for key in keys:
             self.quarantine.note(key)
 
-    def _fail(self, state: SequenceState, error: GuidedError) -> None:
-        """Fail a sequence for another reason than a worker's answer."""
-        state.error = state.error or error
-        self._is_changed = True
-
     def close(self) -> None:
         """Give up all connections and memory. Every open sequence is lost."""
         self.unavailable = error = PoolUnavailable("the pool is shut down")
         for state in self._sequences.values():
-            self._fail(state, error)
+            state.fail(error)
         self._handle_events()
         for worker in list(self.workers):
             self.end(worker, error)
@@ -191,7 +187,7 @@ class Dispatcher:
                 self._holding.discard(state)
                 if state.worker is not None:
                     state.worker.free(state)
-                state.error = state.error or BackendError("the sequence was freed before its mask was collected")
+                state.fail(BackendError("the sequence was freed before its mask was collected"))
         if not self._sequences:  # there may be no next step to send the messages with
             send_all(self.workers)
 
@@ -202,9 +198,8 @@ class Dispatcher:
 
     def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self._handle_events()
-        previous = self._step
-        is_same = batch is not None and batch == previous.batch
-        if not (is_same and previous.all_ready and not self._is_changed):
+        is_same = batch is not None and batch == self._step.batch
+        if self._is_changed or not (is_same and self._step.all_ready):
             self._assign(sequences, batch)
         self._step.all_ready = False
         outputs = last_tokens(sequences)
@@ -214,7 +209,7 @@ class Dispatcher:
 
     def _assign(self, sequences: Sequence[GuidedSequence], batch: int | None) -> None:
         """Begin a step."""
-        step = self._step = _Step(sequences, batch)
+        step = self._step = _Step(batch)
         self._is_changed = False
         for row, sequence in enumerate(sequences):
             state = self._sequences.get(sequence.sequence_id)
@@ -251,7 +246,7 @@ class Dispatcher:
         if not able and state.has_waited(self.pool_wait):
             error = PoolUnavailable(f"no mask worker could take the sequence for {self.pool_wait:g} s")
         if error is not None:
-            self._fail(state, error)
+            state.fail(error)
         elif able:
             # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So
             # its sequences share one worker, and others avoid that worker as long as there are such sequences.
@@ -267,7 +262,6 @@ class Dispatcher:
         if undecided:
             undecided = self._wait_for_step(step, math.inf if deadline is None else time.monotonic() + deadline)
         result = StepMasks(failed=step.failed)
-        ready_rows = 0
         for part in step.parts:
             table = part.table
             slots = part.slots[part.ready]
@@ -276,7 +270,6 @@ class Dispatcher:
             if self._forced_tokens:
                 result.forced |= forced_runs(table.forced[slots], rows)
             result.seconds += float(table.seconds[slots].sum())
-            ready_rows += len(rows)
             status = table.status[part.slots]
             for index in np.flatnonzero((status > FAILED) & part.ready).tolist():
                 sequence = part.states[index].sequence
@@ -284,7 +277,7 @@ class Dispatcher:
                 if status[index] & CHECKED:
                     length, final, keyword = table.veto[part.slots[index]].item()
                     result.note(int(part.rows[index]), sequence, VetoReport(length, final, keyword.decode()))
-        step.all_ready = ready_rows == len(step.sequences)
+        step.all_ready = not (undecided or step.failed)
         result.late = sorted(undecided)
         return result
 
