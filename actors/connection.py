@@ -201,11 +201,12 @@ class WorkerConnection:
         grammar = state.grammar
         tokens = list(sequence.output_token_ids)
         number = self._loaded.get(grammar.key)
-        left = list[int]()
         if number is None:
             number = next(self._count)
             self.channel.send(grammar.dumped, is_grammar=True)
             left = self._loaded.add(grammar.key, number, grammar.nbytes)
+            if left:
+                self.requests.append(Unload(left))
         state.number = number
         self.sequences[slot] = state
         state.worker = self
@@ -214,8 +215,6 @@ class WorkerConnection:
         version = self._next_version(slot, len(tokens))
         opening = (slot, version, number, tokens, sequence.request_id, sequence.budget, sequence.final)
         self.requests.append(Open(*opening))
-        if left:
-            self.requests.append(Unload(left))
 
     def cut(self, state: SequenceState, length: int) -> None:
         """Have the worker forget output tokens after the first `length` ones."""

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import version
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.packages import buffer, receive, receive_grammar, send_package, socket_pair
-from actors.processes import enter_session, limit_memory, memory_limit, package_version
+from actors.processes import enter_session, limit_memory, memory_limit
 from actors.protocol import WAKE, Indices, Int32s, Int64s, SlotTable, connect, create_table, hang_up
 from actors.server import ReceiveGrammar, StepServer
 from guided.backends import Backends
@@ -190,7 +191,7 @@ class MaskActor(RemoteSteps):
         else:
             self._serve(end, lambda: partial(buffer, receive_grammar(grammars)), table)
         node_id = str(ray.get_runtime_context().get_node_id())
-        return ActorLocation(os.getpid(), node_id, platform.node(), package_version(), is_direct)
+        return ActorLocation(os.getpid(), node_id, platform.node(), version("guided"), is_direct)
 
     def _serve(self, end: socket.socket, receive_grammar: ReceiveGrammar, table: SlotTable) -> None:
         give_up = partial(os._exit, 1)

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Self
 
 import psutil
 
-from actors import processes
 from actors.cluster import Cluster, Session
 from actors.compiler import Compiler
 from actors.connection import WorkerConnection
@@ -262,10 +262,10 @@ class Supervisor:
             undo.callback(channel.close)
             where = (placement, cpus, number, index, (channel.name, *shape))
             location: ActorLocation = session.ask("bring the actor up", "create", *where, *arguments)
-            version = processes.package_version()
-            if location.version != version:
+            ours = version("guided")
+            if location.version != ours:
                 raise PoolUnavailable(
-                    f"{location.host} has version {location.version} of guided, and this process {version}: install "
+                    f"{location.host} has version {location.version} of guided, and this process {ours}: install "
                     "the same one on all nodes"
                 )
             table = channel.accept(CALL_SECONDS, *shape)

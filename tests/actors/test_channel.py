@@ -74,7 +74,7 @@ def test_both_ends_have_the_same_table_and_no_descriptor_is_left() -> None:
         assert column.flags.aligned
     pair.connection.close()
     del pair, column
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_the_table_cannot_be_shrunk() -> None:

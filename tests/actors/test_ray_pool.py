@@ -19,7 +19,7 @@ from byte_vocabulary import BYTES, WORDS
 from driven_pool import compile_pids
 from ray_clusters import environment, run
 
-from actors import RayPool, processes
+from actors import RayPool
 from actors.cluster import Cluster
 from actors.protocol import Channel
 from guided.constraint import Constraint
@@ -226,6 +226,6 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) 
 
 
 def test_another_version_of_the_package_is_refused(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "package_version", lambda: "0.0.1")
+    monkeypatch.setattr("actors.ray_pool.version", lambda _: "0.0.1")
     with pytest.raises(PoolUnavailable, match=r"has version .* of guided, and this process 0\.0\.1: install the same"):
         RayPool(BYTES, num_actors=1).started()
