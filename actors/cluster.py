@@ -168,7 +168,11 @@ class Cluster:
     def _new_driver(self, stopping: threading.Event) -> Driver:
         address = self._address
         if address is None:
-            return Driver(stopping, *_local())
+            try:
+                return Driver(stopping, *_local())
+            except PoolUnavailable as error:  # a busy machine may be too slow for Ray's own time limits
+                _log.warning("Ray did not start: %s; trying once more", error)
+                return Driver(stopping, *_local())
         if address == "auto":
             address = _find_cluster()
         host, _, port = address.rpartition(":")
