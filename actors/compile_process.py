@@ -268,7 +268,7 @@ class CompileProcesses:
 
     def release(self, process: CompileProcess) -> None:
         """Take back a process, or end it if it cannot be used again."""
-        if process.is_usable:
+        if process.is_usable and not self._closing.is_set():
             self._idle.append(process)
         else:
             process.kill()

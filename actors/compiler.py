@@ -89,8 +89,8 @@ class Compiler:
         for task in left:
             task.future.set_exception(closed())
         self._keeper.join()
-        wait(running)
         self._processes.close()
+        wait(running)
 
     def _keep(self) -> None:
         """Body of a thread: keep fork servers, which end with this thread, and refuse what has waited too long."""
@@ -118,7 +118,11 @@ class Compiler:
         if len(self._queue.running) < self._most:
             task = self._queue.take()
             if task is not None:
-                threading.Thread(target=self._work, args=(task,), daemon=True).start()
+                try:
+                    threading.Thread(target=self._work, args=(task,), daemon=True).start()
+                except RuntimeError as error:  # too many threads: it waits for the next one that starts, or expires
+                    _log.error("a constraint is not compiled now: %s", error)
+                    self._queue.put_back(task)
 
     def _work(self, task: Task) -> None:
         """Body of a thread: compile a constraint."""

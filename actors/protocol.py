@@ -8,8 +8,9 @@ which only the thread reads that loads them. They have numbers, in the order in 
 
 A *version* is the number of output tokens, plus the slot's edit count in the upper 32 bits. The count grows whenever
 the output changes by a message (open, edit) instead of through the columns, so that no two outputs of a slot share a
-version. The engine writes to `tokens[slot]` only while `ready[slot] == target[slot]`. Once the worker has handled
-everything it was sent, `ready` equals `target` in all slots but the failed ones.
+version. The engine writes to `tokens[slot]` only while `ready[slot] == target[slot]`, so the worker reads both when it
+fills the row. Once the worker has handled everything it was sent, `ready` equals `target` in all slots but the failed
+ones.
 """
 
 from __future__ import annotations
@@ -273,7 +274,7 @@ class SlotTable:
 
 
 def _layout(slots: int, words: int) -> np.dtype[np.void]:
-    columns = [("mark", _MARK, (1,)), ("wake", "i4", (1,)), ("mask", "i4", (slots, words))]
+    columns = [("mask", "i4", (slots, words)), ("mark", _MARK, (1,)), ("wake", "i4", (1,))]
     columns += [(name, dtype, (slots, *shape)) for name, dtype, *shape in _COLUMNS]
     return np.dtype(columns, align=True)
 
