@@ -208,14 +208,18 @@ class Driver:
         self._directory = directory
         self._head: str | None = None
         self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = start_program(
-                "actors.driver_process",
-                [theirs.fileno()],
-                directory or "",
-                environment={**given, **environment},
-                start_new_session=True,  # an interrupt from the terminal is for the engine's process
-            )
+        try:
+            with theirs:
+                self._process = start_program(
+                    "actors.driver_process",
+                    [theirs.fileno()],
+                    directory or "",
+                    environment={**given, **environment},
+                    start_new_session=True,  # an interrupt from the terminal is for the engine's process
+                )
+        except OSError:
+            self._release()
+            raise
         try:
             session = Session(self.connection(), stopping)
             what = "answer (its GCS server, and this node's raylet)"
@@ -254,6 +258,9 @@ class Driver:
                 _log.error("Ray did not end by itself: its processes are killed")
         self._process.kill()
         self._process.wait()
+        self._release()
+
+    def _release(self) -> None:
         self._control.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)

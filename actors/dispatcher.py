@@ -270,13 +270,14 @@ class Dispatcher:
             if self._forced_tokens:
                 result.forced |= forced_runs(table.forced[slots], rows)
             result.seconds += float(table.seconds[slots].sum())
-            status = table.status[part.slots]
-            for index in np.flatnonzero((status > FAILED) & part.ready).tolist():
-                sequence = part.states[index].sequence
-                sequence.steered = sequence.steered or bool(status[index] & STEERED)
+            status = table.status[slots]
+            states = part.states[part.ready]
+            for index in np.flatnonzero(status > FAILED).tolist():
+                sequence = states[index].sequence
+                sequence.steered |= bool(status[index] & STEERED)
                 if status[index] & CHECKED:
-                    length, final, keyword = table.veto[part.slots[index]].item()
-                    result.note(int(part.rows[index]), sequence, VetoReport(length, final, keyword.decode()))
+                    length, final, keyword = table.veto[slots[index]].item()
+                    result.note(int(rows[index]), sequence, VetoReport(length, final, keyword.decode()))
         step.all_ready = not (undecided or step.failed)
         result.late = sorted(undecided)
         return result

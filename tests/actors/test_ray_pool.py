@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -63,6 +64,14 @@ def test_it_has_no_more_processes_than_needed(local_ray: None) -> None:
     names = [each.name() for each in driver.children(recursive=True)]
     assert sorted(name for name in names if not name.startswith("ray::")) == ["cat", "cat", "gcs_server", "raylet"]
     assert "ray::IDLE" not in names
+
+
+def test_nothing_is_left_of_a_driver_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("subprocess.Popen", Mock(side_effect=BlockingIOError("no more processes")))
+    with pytest.raises(PoolUnavailable, match="cannot start a local Ray: no more processes"):
+        Cluster(None).session(threading.Event())
+    assert not list(tmp_path.iterdir())
 
 
 def test_its_token_is_its_own_and_for_this_user_only(local_ray: None) -> None:
