@@ -235,7 +235,8 @@ class Supervisor:
                 verdict = self._watched(session, watch)
                 cause, works = verdict
                 if not stopping.is_set():
-                    self._record_end(cause, self._error_of(cause).message + watch.described(works))
+                    described = [connection.described(work, watch.silent) for work in works or connection.work()]
+                    self._record_end(cause, self._error_of(cause).message + "".join(described))
                 if cause != "died" and process is not None:
                     kill(process)
             finally:  # whatever happens: its sequences would wait for ever

@@ -85,10 +85,6 @@ class Watch:
         self._versions = versions
         return self._verdict(works)
 
-    def described(self, works: list[Work]) -> str:
-        """Return a text about the reason why the actor has to be ended, or about all that it is busy with."""
-        return "".join(self.connection.described(work, self.silent) for work in works or self.connection.work())
-
     def _counted(self, heart: int, passed: float) -> float:
         """Return how many of the seconds since the last look count: not those of waiting for a CPU."""
         passed = min(passed, 2 * TICK_SECONDS)  # if it is more, this process was late itself
