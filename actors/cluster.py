@@ -120,7 +120,7 @@ class Cluster:
             PoolUnavailable: it has not; says what there is, and which options lower what the pool takes.
         """
         with contextlib.closing(self.session(stopping)) as session:
-            session.ask("describe its nodes", "check_room", *self.reserved(options), options.actors)
+            session.ask("describe its nodes", "check_room", *self.reserved(options))
 
     def session(self, stopping: threading.Event) -> Session:
         """Return a new connection to the driver. Connects to Ray again if that connection is lost.
@@ -133,12 +133,17 @@ class Cluster:
         """
         return Session(self._connected(stopping).connection(), stopping)
 
-    def reserved(self, options: RayPoolOptions) -> tuple[NodePlacement, float]:
-        """Return where an actor may run, and the CPUs that Ray reserves for it there."""
+    def reserved(self, options: RayPoolOptions) -> tuple[NodePlacement, float, int]:
+        """Return where the actors of a pool may run, the CPUs that Ray reserves for each there, and their number."""
         placement = NodePlacement.parse(options.placement)
+        cpus = options.actor_cpus
         if self._address is None:  # one node, which has no CPUs
-            return LOCAL if placement.kind == "spread" else placement, 0.0
-        return placement, 1.0 if options.actor_cpus is None else options.actor_cpus
+            cpus = 0.0
+            if placement.kind == "spread":
+                placement = LOCAL
+        elif cpus is None:
+            cpus = 1.0
+        return placement, cpus, options.actors
 
     def _connected(self, stopping: threading.Event) -> Driver:
         """Return a driver that is connected."""
@@ -166,8 +171,6 @@ class Cluster:
             try:
                 return Driver(stopping, *_local())
             except PoolUnavailable as error:  # a busy machine may be too slow for Ray's own time limits
-                if stopping.is_set():
-                    raise
                 _log.warning("Ray did not start: %s; trying once more", error)
                 return Driver(stopping, *_local())
         if address == "auto":
@@ -205,14 +208,18 @@ class Driver:
         self._directory = directory
         self._head: str | None = None
         self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = start_program(
-                "actors.driver_process",
-                [theirs.fileno()],
-                directory or "",
-                environment={**given, **environment},
-                start_new_session=True,  # an interrupt from the terminal is for the engine's process
-            )
+        try:
+            with theirs:
+                self._process = start_program(
+                    "actors.driver_process",
+                    [theirs.fileno()],
+                    directory or "",
+                    environment={**given, **environment},
+                    start_new_session=True,  # an interrupt from the terminal is for the engine's process
+                )
+        except OSError:
+            self._release()
+            raise
         try:
             session = Session(self.connection(), stopping)
             what = "answer (its GCS server, and this node's raylet)"
@@ -251,6 +258,9 @@ class Driver:
                 _log.error("Ray did not end by itself: its processes are killed")
         self._process.kill()
         self._process.wait()
+        self._release()
+
+    def _release(self) -> None:
         self._control.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)

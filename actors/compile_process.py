@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import gc
 import logging
-import math
 import os
 import resource
 import signal
@@ -23,7 +22,6 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -31,7 +29,7 @@ import msgspec
 import psutil
 from msgspec.msgpack import Decoder, encode
 
-from actors.packages import CompileResult, Package, buffer, receive, receive_package, send_package, socket_pair
+from actors.packages import CompileResult, Package, buffer, receive, receive_package, seal, send_package, socket_pair
 from actors.processes import (
     RETRY_SECONDS,
     START_SECONDS,
@@ -66,6 +64,8 @@ _WARM_UP = (
 )
 _FORK_SECONDS = 5.0
 """Time limit for a try to fork. It takes hundredths of a second on a quiet machine."""
+_LEFT_BYTES = 64 << 20
+"""A process that has grown by more than this is replaced after its constraint."""
 _decode_result = Decoder(CompileResult).decode
 _log = logging.getLogger(__name__)
 
@@ -98,12 +98,13 @@ class ForkServer:
         self._deadline = time.monotonic() + START_SECONDS
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has one thread only
         descriptors = (theirs.fileno(), vocabulary)
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(self._control.close)
-            self._process = start_program(
-                "actors.compile_process", descriptors, str(os.getpid()), environment=one_thread
-            )
-            undo.pop_all()
+        program = "actors.compile_process"
+        with theirs:
+            try:
+                self._process = start_program(program, descriptors, str(os.getpid()), environment=one_thread)
+            except OSError:
+                self._control.close()
+                raise
 
     def look(self) -> bool:
         """Note whether it is warm. Returns False if it has ended, or takes too long to get warm."""
@@ -143,6 +144,8 @@ class CompileProcess:
         self._fresh = resident_bytes(self._process)
         if not self._fresh:
             raise OSError("the memory of a compile process cannot be read")
+        self.is_usable = True
+        """Whether it may get another request."""
 
     @property
     def alive(self) -> bool:
@@ -157,7 +160,7 @@ class CompileProcess:
     def compile(self, request: CompileRequest, seconds: float, memory_bytes: int) -> tuple[CompileResult, Package]:
         """Have the process compile a constraint. Returns the result, also as it was sent.
 
-        If this raises, the process has to be killed.
+        If this raises, the process has to be ended.
 
         Args:
             memory_bytes: limit of `growth`.
@@ -167,6 +170,7 @@ class CompileProcess:
             BackendError: the process ended: it crashed, or was killed from outside.
         """
         deadline = time.monotonic() + seconds
+        self.is_usable = False
         text = f"compiling this constraint with {request.backend} took more than"
         try:
             send_package(self._jobs, encode(request))
@@ -177,9 +181,11 @@ class CompileProcess:
                 if time.monotonic() >= deadline:
                     raise CompileTimeout(f"{text} {seconds:.2g} s; try a simpler one, or another backend")
             package = receive_package(self._jobs)
-            return _decode_result(buffer(package)), package
+            result = _decode_result(buffer(package))
         except (EOFError, OSError):
             raise BackendError("compiling this constraint ended its process") from None
+        self.is_usable = self.growth <= _LEFT_BYTES
+        return result, package
 
     def kill(self) -> None:
         """Kill the process. Idempotent."""
@@ -195,10 +201,7 @@ class CompileProcesses:
     """
 
     def __init__(self, vocabulary: bytes, closing: threading.Event) -> None:
-        self._vocabulary = os.memfd_create("vocabulary")
-        weakref.finalize(self, os.close, self._vocabulary)
-        with open(self._vocabulary, "wb", closefd=False) as file:
-            file.write(vocabulary)
+        self._vocabulary = seal(vocabulary)
         self._closing = closing
         self._servers: list[ForkServer] = []
         self._idle: list[CompileProcess] = []
@@ -230,14 +233,14 @@ class CompileProcesses:
         now = time.monotonic()
         if len(self._servers) == warm < 1 + is_quiet and now >= self._next_start:
             self._next_start = now + RETRY_SECONDS
-            self._servers.append(ForkServer(self._vocabulary))
+            self._servers.append(ForkServer(self._vocabulary.fd))
 
     @property
     def are_starting(self) -> bool:
         """Whether the first fork server is still expected to get warm."""
         return time.monotonic() < self._patience
 
-    def take(self, deadline: float = math.inf) -> CompileProcess:
+    def take(self, deadline: float) -> CompileProcess:
         """Return an idle process, or a new one once that is possible.
 
         Raises:
@@ -263,12 +266,15 @@ class CompileProcesses:
                 raise TimeoutError
         raise closed()
 
-    def give_back(self, process: CompileProcess) -> None:
-        """Take back a process that waits for a request."""
-        self._idle.append(process)
+    def release(self, process: CompileProcess) -> None:
+        """Take back a process, or end it if it cannot be used again."""
+        if process.is_usable and not self._closing.is_set():
+            self._idle.append(process)
+        else:
+            process.kill()
 
     def close(self) -> None:
-        """End all, but for those that are given back later. Idempotent."""
+        """End all."""
         for process in self._idle:
             process.kill()
         for server in self._servers:

@@ -54,7 +54,7 @@ class CompileQueue:
     def expired(self, before: float) -> list[Task]:
         """Take out all tasks that were submitted before a time."""
         old = [task for task in self.waiting if task.submitted < before]
-        del self.waiting[: len(old)]  # they are in the order of submission
+        self.waiting = [task for task in self.waiting if task.submitted >= before]
         return old
 
     def take(self) -> Task | None:
@@ -66,3 +66,8 @@ class CompileQueue:
             self.waiting.remove(task)
             self.running.append(task)
         return task
+
+    def put_back(self, task: Task) -> None:
+        """Have the task that was taken last wait again."""
+        self.running.remove(task)
+        self.waiting.insert(0, task)

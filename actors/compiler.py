@@ -5,22 +5,21 @@ It runs in the engine's process. Native code runs in the compile processes only.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 
-from actors.compile_process import CompileProcess, CompileProcesses, CompileRequest, closed
+from actors.compile_process import CompileProcesses, CompileRequest, closed
 from actors.compile_queue import CompileQueue, Task
-from actors.packages import CompileResult, Package
 from actors.processes import TICK_SECONDS
 from guided.backends import BACKENDS
 from guided.constraint import Constraint
-from guided.errors import BackendError, CompileQueueFull, CompileTimeout, GuidedError, PoolUnavailable, from_wire
+from guided.errors import BackendError, CompileQueueFull, CompileTimeout, GuidedError, from_wire
 from guided.masks.compilation import first_able
 from guided.masks.resources import available_cpus
 from guided.pools.grammar_cache import GrammarCache
@@ -37,19 +36,17 @@ class Compiler:
 
     def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
         self._limits = options.compile_limits
-        self._changed = threading.Condition()
-        """Protects the queue, the counters, and `_closing`. It is notified when a task may be taken."""
+        self._lock = threading.Lock()
+        """Protects the queue, the counters, and `_closing`."""
         self._cache = GrammarCache(options.max_cache_bytes)
-        self._crashes: Counter[str] = Counter()
-        self._timeouts: Counter[str] = Counter()
+        self._ends: Counter[tuple[str, type[GuidedError]]] = Counter()
+        """Ends of compile processes by backend and error."""
         self._closing = threading.Event()
         self._processes = CompileProcesses(vocabulary.to_bytes(), self._closing)
-        count = self._limits.processes or max(4, min(16, available_cpus()))
         self._queue = CompileQueue(self._limits.waiting)
-        targets = [self._keep, self._warm_up, *[self._work] * count]
-        self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
-        for thread in self._threads:
-            thread.start()
+        self._most = self._limits.processes or max(4, min(16, available_cpus()))
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        self._keeper.start()
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         return self._cache.get(constraint, backends, partial(self._enqueue, constraint, backends))
@@ -57,12 +54,12 @@ class Compiler:
     def _enqueue(self, constraint: Constraint, backends: Sequence[str], key: str) -> Future[Grammar]:
         future: Future[Grammar] = Future()
         future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
-        with self._changed:
+        with self._lock:
             if self._closing.is_set():
                 future.set_exception(closed())
                 return future
             refused = self._queue.put(Task(constraint, backends, key, future, CLIENT.get(), time.monotonic()))
-            self._changed.notify()
+            self._start_next()
         if refused is not None:
             error = CompileQueueFull(f"{self._limits.waiting} constraints wait to be compiled: try again later")
             refused.future.set_exception(error)
@@ -70,7 +67,9 @@ class Compiler:
 
     def backends(self) -> list[BackendStatus]:
         """Return how often each backend has crashed or exceeded a time limit."""
-        return [BackendStatus(name, self._crashes[name], self._timeouts[name]) for name in BACKENDS]
+        return [
+            BackendStatus(name, self._ends[name, BackendError], self._ends[name, CompileTimeout]) for name in BACKENDS
+        ]
 
     def counts(self) -> dict[str, int]:
         """Return numbers of `PoolStatus`."""
@@ -84,14 +83,15 @@ class Compiler:
 
     def close(self) -> None:
         """End the processes. Constraints that wait or are being compiled fail with `PoolUnavailable`."""
-        with self._changed:
+        with self._lock:
             self._closing.set()
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        for task in self._queue.waiting:
+            left = self._queue.expired(math.inf)
+            running = [task.future for task in self._queue.running]
+        for task in left:
             task.future.set_exception(closed())
+        self._keeper.join()
         self._processes.close()
+        wait(running)
 
     def _keep(self) -> None:
         """Body of a thread: keep fork servers, which end with this thread, and refuse what has waited too long."""
@@ -106,44 +106,37 @@ class Compiler:
                 warm_since = now
             if now < warm_since + self._limits.wait_seconds:  # constraints waited for the first fork server
                 continue
-            with self._changed:
+            with self._lock:
                 expired = self._queue.expired(now - self._limits.wait_seconds)
             for task in expired:  # without the lock: the cache has one too
                 task.future.set_exception(self._waited())
-        self._processes.close()
 
     def _waited(self) -> CompileQueueFull:
         return CompileQueueFull(f"this constraint waited {self._limits.wait_seconds:g} s for others: try again later")
 
-    def _warm_up(self) -> None:
-        """Body of a thread: have a process before the first constraint."""
-        with contextlib.suppress(PoolUnavailable):
-            self._processes.give_back(self._processes.take())
+    def _start_next(self) -> None:
+        """Start the constraint whose turn it is, if a process is free for it. With the lock."""
+        if len(self._queue.running) < self._most:
+            task = self._queue.take()
+            if task is not None:
+                try:
+                    threading.Thread(target=self._work, args=(task,), daemon=True).start()
+                except RuntimeError as error:  # too many threads: it waits for the next one that starts, or expires
+                    _log.error("a constraint is not compiled now: %s", error)
+                    self._queue.put_back(task)
 
-    def _work(self) -> None:
-        """Body of a thread: compile one constraint after the other."""
-        while (task := self._next()) is not None:
-            try:
-                task.future.set_result(self._compile(task))
-            except GuidedError as error:
-                task.future.set_exception(error)
-            except Exception as raised:  # a bug, or a garbled answer: fails one constraint, and does not end the thread
-                _log.exception("a constraint was not compiled")
-                task.future.set_exception(BackendError(f"compiling failed: {type(raised).__name__}"))
-            with self._changed:
-                self._queue.running.remove(task)
-                self._changed.notify()
-            del task  # with its grammar, while this thread waits for the next one
-
-    def _next(self) -> Task | None:
-        """Wait for the next constraint. None: the compiler is being closed."""
-        with self._changed:
-            while not self._closing.is_set():
-                task = self._queue.take()
-                if task is not None:
-                    return task
-                self._changed.wait()
-        return None
+    def _work(self, task: Task) -> None:
+        """Body of a thread: compile a constraint."""
+        try:
+            task.future.set_result(self._compile(task))
+        except GuidedError as error:
+            task.future.set_exception(error)
+        except Exception as raised:  # a bug, or a garbled answer: fails one constraint
+            _log.exception("a constraint was not compiled")
+            task.future.set_exception(BackendError(f"compiling failed: {type(raised).__name__}"))
+        with self._lock:
+            self._queue.running.remove(task)
+            self._start_next()
 
     def _compile(self, task: Task) -> Grammar:
         """Compile with the first backend that can enforce all of a constraint."""
@@ -161,35 +154,21 @@ class Compiler:
             request = CompileRequest(task.constraint, name, self._limits.grammar_bytes)
             began = time.monotonic()
             try:
-                result, package = self._run(process, request, left - kept)
-            finally:
+                result, package = process.compile(request, left - kept, self._limits.memory_bytes)
+            except GuidedError as error:
+                if self._closing.is_set():
+                    raise closed() from None
+                with self._lock:
+                    self._ends[name, type(error)] += 1
+                _log.warning("%s, compiling with %s: %s", error, name, task.constraint.key)
+                raise
+            finally:  # also if the answer is garbled
                 left -= time.monotonic() - began
+                self._processes.release(process)
+            if result.error is not None:
+                raise from_wire(result.error)
             checked = result.checked
             size = result.nbytes
             return Grammar(task.key, name, task.constraint, limit - left, checked=checked, nbytes=size, dumped=package)
 
         return first_able(task.backends, attempt)
-
-    def _run(self, process: CompileProcess, request: CompileRequest, seconds: float) -> tuple[CompileResult, Package]:
-        """Compile with one backend. Raises what `CompileProcess.compile` raises, and the error of the result."""
-        is_reusable = False
-        try:
-            result, package = process.compile(request, seconds, self._limits.memory_bytes)
-            # A process that has grown by more than this is replaced after its constraint.
-            is_reusable = process.growth <= 64 << 20
-        except GuidedError as error:
-            if self._closing.is_set():
-                raise closed() from None
-            with self._changed:
-                self._timeouts[request.backend] += isinstance(error, CompileTimeout)
-                self._crashes[request.backend] += isinstance(error, BackendError)
-            _log.warning("%s, compiling with %s: %s", error, request.backend, request.constraint.key)
-            raise
-        finally:  # also if the answer is garbled
-            if is_reusable:
-                self._processes.give_back(process)
-            else:
-                process.kill()
-        if result.error is not None:
-            raise from_wire(result.error)
-        return result, package

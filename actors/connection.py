@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -29,7 +30,7 @@ from actors.protocol import (
     Int64s,
     Open,
     Request,
-    Segment,
+    SlotTable,
     Unload,
     freed,
 )
@@ -75,6 +76,16 @@ class SequenceState:
     def has_answered(self) -> bool:
         """The worker has computed a mask for it."""
         return self.worker is not None and bool(self.worker.table.ready[self.slot] >= 0)
+
+    def has_waited(self, seconds: float) -> bool:
+        """Begin to wait for a worker, if that has not begun. Returns whether it began at least `seconds` ago."""
+        now = time.monotonic()
+        self.waits_until = min(self.waits_until, now + seconds)
+        return now >= self.waits_until
+
+    def fail(self, error: GuidedError) -> None:
+        """Note why it is over, unless it was over before."""
+        self.error = self.error or error
 
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
@@ -160,25 +171,23 @@ class WorkerConnection:
 
     Args:
         name: of the worker, for messages.
-        segment: the memory of the table.
         max_cache_bytes: size of the grammars that the worker keeps (see `LeastRecentlyUsed`).
     """
 
     def __init__(
-        self, name: str, pid: int, channel: Channel, segment: Segment, max_cache_bytes: int, is_remote: bool = False
+        self, name: str, pid: int, channel: Channel, table: SlotTable, max_cache_bytes: int, is_remote: bool = False
     ) -> None:
         self.name = name
         self.pid = pid
         self.is_remote = is_remote
         """The worker is on another node. What it is busy with is known up to a second later."""
         self.channel = channel
-        self.table = segment.table
+        self.table = table
         self.sequences: dict[int, SequenceState] = {}
         """The open sequences, by slot."""
         self._loaded = LeastRecentlyUsed[int](max_cache_bytes)
         """Numbers of the grammars that the worker has, by key. One that is sent again gets a new number."""
         self._count = count()
-        self._segment = segment
         self.requests: list[Request] = []
         """The next frame."""
 
@@ -196,11 +205,12 @@ class WorkerConnection:
         grammar = state.grammar
         tokens = list(sequence.output_token_ids)
         number = self._loaded.get(grammar.key)
-        left = list[int]()
         if number is None:
             number = next(self._count)
             self.channel.send(grammar.dumped, is_grammar=True)
             left = self._loaded.add(grammar.key, number, grammar.nbytes)
+            if left:
+                self.requests.append(Unload(left))
         state.number = number
         self.sequences[slot] = state
         state.worker = self
@@ -209,8 +219,6 @@ class WorkerConnection:
         version = self._next_version(slot, len(tokens))
         opening = (slot, version, number, tokens, sequence.request_id, sequence.budget, sequence.final)
         self.requests.append(Open(*opening))
-        if left:
-            self.requests.append(Unload(left))
 
     def cut(self, state: SequenceState, length: int) -> None:
         """Have the worker forget output tokens after the first `length` ones."""
@@ -241,9 +249,8 @@ class WorkerConnection:
         """Close a sequence's matcher with the next frame. Its slot is reused once the worker has confirmed it."""
         slot = state.slot
         del self.sequences[slot]
-        version = freed(int(self.table.target[slot]))
-        self.table.target[slot] = version
-        self.requests.append(Free(slot, version))
+        self.table.target[slot] = freed(int(self.table.target[slot]))
+        self.requests.append(Free(slot))
         state.leave()
 
     def request_wakeup(self) -> None:
@@ -251,10 +258,9 @@ class WorkerConnection:
         self.table.wake[0] = 1
         self.channel.push()
 
-    def receive(self) -> bool:
-        """Read the answers that have arrived. Returns whether the worker has failed a sequence."""
+    def receive(self) -> None:
+        """Read the answers that have arrived."""
         self.channel.push()  # if all rows are late, no step sends the rest of a large frame
-        has_failed = False
         while (frame := self.channel.receive()) is not None:
             try:
                 answer = _decode(frame)
@@ -264,13 +270,11 @@ class WorkerConnection:
             if state is not None and answer.version == self.table.target[state.slot]:
                 error = from_wire(answer.error)
                 error.add_note(f"on {self.name}")
-                state.error = state.error or error
-                has_failed = True
+                state.fail(error)
                 key = state.grammar.key
                 # Perhaps its grammar was not loaded, for a passing lack of memory: the next sequence loads it again.
                 if not state.has_answered and self._loaded.get(key) == state.number:
                     self.requests.append(Unload([self._loaded.remove(key)]))
-        return has_failed
 
     def work(self) -> list[Work]:
         """Return what each busy thread of the worker does, what began last first. From any thread."""
@@ -285,12 +289,12 @@ class WorkerConnection:
         ]
         return sorted(works)
 
-    def concerned(self, work: Work) -> list[SequenceState]:
-        """Return the sequences without a mask that a thread is busy with. From any thread."""
+    def concerned(self, works: Iterable[Work]) -> list[SequenceState]:
+        """Return the sequences without a mask that threads are busy with. From any thread."""
+        threads = {(work.phase == "fill", work.subject) for work in works}
         states = [state for state in list(self.sequences.values()) if not state.is_ready]
-        if work.phase == "fill":
-            return [state for state in states if state.slot == work.subject]
-        return [state for state in states if state.number == work.subject and not state.has_answered]
+        filled = [state for state in states if (True, state.slot) in threads]
+        return filled + [state for state in states if (False, state.number) in threads and not state.has_answered]
 
     def described(self, work: Work, silent: float) -> str:
         """Return a text about what a thread is busy with, for the log. From any thread.
@@ -299,7 +303,7 @@ class WorkerConnection:
             silent: seconds since the last heartbeat.
         """
         text = f"; {work.phase}: {work.cpu:.1f} s of CPU in {max(0.0, work.wall) + silent:.1f} s"
-        for state in self.concerned(work):
+        for state in self.concerned([work]):
             sequence = state.sequence
             constraint = state.grammar.constraint
             text += f", sequence {sequence.sequence_id} of request {sequence.request_id}, constraint {constraint.key}"
@@ -307,10 +311,9 @@ class WorkerConnection:
         return text
 
     def close(self) -> None:
-        """Close the connection and drop the memory. Idempotent."""
+        """Close the connection. Idempotent."""
         unpin_masks(self.table.mask)
         self.channel.close()
-        self._segment.close()
 
 
 def _fill(slots: Indices) -> Fill:

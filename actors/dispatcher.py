@@ -9,7 +9,7 @@ import math
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -33,8 +33,7 @@ _SHORT_SECONDS = 0.0001
 class _Step:
     """One step's rows."""
 
-    def __init__(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
-        self.sequences = sequences
+    def __init__(self, batch: int | None = None) -> None:
         self.batch = batch
         """The number of the batch."""
         self.parts: list[StepPart] = []
@@ -72,9 +71,9 @@ class Dispatcher:
         self.workers: list[WorkerConnection] = []
         """Workers that are up."""
         self._sequences: dict[int, SequenceState] = {}
-        self._step = _Step(())
+        self._step = _Step()
         self._is_changed = False
-        """Whether a sequence has failed, or lost its worker, since the last step."""
+        """Whether a worker has ended since the last step."""
         self._holding: set[SequenceState] = set()
         """Sequences of a backend that holds the interpreter lock while it computes a mask."""
         self.quarantine = Quarantine()
@@ -96,8 +95,7 @@ class Dispatcher:
     def _receive(self) -> None:
         """Read what the workers have answered, and handle the events."""
         for worker in self.workers:
-            if worker.receive():
-                self._is_changed = True
+            worker.receive()
         self._handle_events()
 
     def _handle_events(self) -> None:
@@ -110,28 +108,25 @@ class Dispatcher:
         self._poller.register(worker.channel.fd, select.POLLIN)
 
     def end(
-        self, worker: WorkerConnection, error: GuidedError, cause: EndCause = "died", culprit: Work | None = None
+        self, worker: WorkerConnection, error: GuidedError, cause: EndCause = "died", works: Collection[Work] = ()
     ) -> None:
         """Handle the end of a worker: its sequences fail, or are opened on another one when they are next wanted.
 
-        The sequences that `culprit` concerns fail. If the worker died and `max_replays` is 0, each one with an open
+        The sequences that `works` concern fail. If the worker died and `max_replays` is 0, each one with an open
         matcher fails too. Otherwise each one fails that n workers were busy with at their ends: loaded, opened or
         filled it. For a death n is `max_replays` + 1, for another end it is at least 2.
 
         Args:
             error: for the sequences that are lost.
-            culprit: the reason why the supervisor ended the worker.
+            works: the reason why the supervisor ended the worker.
         """
         if worker not in self.workers:
             return
         worker.receive()  # what it answered before its end still counts
         self._poller.unregister(worker.channel.fd)
         self.workers.remove(worker)
-        if culprit is None:
-            culprits = []
-        else:
-            culprits = worker.concerned(culprit)
-        busy = {state for work in worker.work() for state in worker.concerned(work)}
+        culprits = set(worker.concerned(works))
+        busy = set(worker.concerned(worker.work()))
         self._suspect(cause, culprits, busy)
         if cause == "transfer" or (worker.is_remote and not busy):
             # Any of those that it should have begun with may be the reason.
@@ -148,7 +143,7 @@ class Dispatcher:
             if cause == "died" and not replays:
                 is_lost = is_lost or state.has_answered
             if is_lost:
-                self._fail(state, died if state in busy and isinstance(error, WorkerDied) else error)
+                state.fail(died if state in busy and isinstance(error, WorkerDied) else error)
         for part in self._step.parts:
             if part.worker is worker:
                 self._step.waiting.update(part.look())
@@ -162,9 +157,12 @@ class Dispatcher:
 
     def _suspect(self, cause: EndCause, culprits: Collection[SequenceState], busy: Collection[SequenceState]) -> None:
         """Note which constraint has ended a worker."""
-        if cause not in ("died", "load", "fill"):
+        suspects = culprits
+        if cause == "died":
+            suspects = busy
+        elif cause not in ("load", "fill"):
             return
-        keys = {state.grammar.constraint.key for state in (busy if cause == "died" else culprits)}
+        keys = {state.grammar.constraint.key for state in suspects}
         states = [state for state in self._sequences.values() if state.grammar.constraint.key in keys]
         had_mask = any(state.has_answered or state.sequence.output_token_ids for state in states)
         if cause == "died" and (had_mask or len(keys) > 1):  # then it need not be the cause
@@ -172,16 +170,11 @@ class Dispatcher:
         for key in keys:
             self.quarantine.note(key)
 
-    def _fail(self, state: SequenceState, error: GuidedError) -> None:
-        """Fail a sequence for another reason than a worker's answer."""
-        state.error = state.error or error
-        self._is_changed = True
-
     def close(self) -> None:
         """Give up all connections and memory. Every open sequence is lost."""
         self.unavailable = error = PoolUnavailable("the pool is shut down")
         for state in self._sequences.values():
-            self._fail(state, error)
+            state.fail(error)
         self._handle_events()
         for worker in list(self.workers):
             self.end(worker, error)
@@ -199,7 +192,7 @@ class Dispatcher:
                 self._holding.discard(state)
                 if state.worker is not None:
                     state.worker.free(state)
-                state.error = state.error or BackendError("the sequence was freed before its mask was collected")
+                state.fail(BackendError("the sequence was freed before its mask was collected"))
         if not self._sequences:  # there may be no next step to send the messages with
             send_all(self.workers)
 
@@ -210,9 +203,8 @@ class Dispatcher:
 
     def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
         self._handle_events()
-        previous = self._step
-        is_same = batch is not None and batch == previous.batch
-        if not (is_same and previous.all_ready and not self._is_changed):
+        is_same = batch is not None and batch == self._step.batch
+        if self._is_changed or not (is_same and self._step.all_ready):
             self._assign(sequences, batch)
         self._step.all_ready = False
         outputs = last_tokens(sequences)
@@ -221,22 +213,23 @@ class Dispatcher:
         send_all(self.workers)
 
     def _assign(self, sequences: Sequence[GuidedSequence], batch: int | None) -> None:
-        """Begin a step: open the sequences that have no worker, and group the rows by worker."""
-        step = self._step = _Step(sequences, batch)
+        """Begin a step."""
+        step = self._step = _Step(batch)
         self._is_changed = False
-        rows = dict[int, SequenceState]()
         for row, sequence in enumerate(sequences):
             state = self._sequences.get(sequence.sequence_id)
             if state is None:
                 step.failed[row] = BackendError(f"sequence {sequence.sequence_id} is not open")
             else:
-                rows[row] = state
-        self._add_rows(step, rows)
+                step.waiting[row] = state
+        self._place_all(step)
 
-    def _add_rows(self, step: _Step, rows: Mapping[int, SequenceState]) -> None:
-        """Add rows to a step: open the sequences that have no worker, and group the rows by worker."""
+    def _place_all(self, step: _Step) -> None:
+        """Open the waiting sequences that have no worker, if possible, and group the rows by worker."""
         parts: dict[WorkerConnection, dict[int, SequenceState]] = {}
-        for row, state in rows.items():
+        waiting = step.waiting
+        step.waiting = {}
+        for row, state in waiting.items():
             if state.worker is None and state.error is None:
                 self._place(state)
             if state.error is not None:
@@ -255,13 +248,10 @@ class Dispatcher:
         """Open a sequence, if a worker can take it now. Fail it if it waited too long, or its grammar ends workers."""
         able = [worker for worker in self.workers if worker.free_slot() is not None]
         error = self.refusal(state.grammar.constraint)
-        if not able:
-            now = time.monotonic()
-            state.waits_until = min(state.waits_until, now + self.pool_wait)
-            if now >= state.waits_until:
-                error = PoolUnavailable(f"no mask worker could take the sequence for {self.pool_wait:g} s")
+        if not able and state.has_waited(self.pool_wait):
+            error = PoolUnavailable(f"no mask worker could take the sequence for {self.pool_wait:g} s")
         if error is not None:
-            self._fail(state, error)
+            state.fail(error)
         elif able:
             # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So
             # its sequences share one worker, and others avoid that worker as long as there are such sequences.
@@ -277,7 +267,6 @@ class Dispatcher:
         if undecided:
             undecided = self._wait_for_step(step, math.inf if deadline is None else time.monotonic() + deadline)
         result = StepMasks(failed=step.failed)
-        ready_rows = 0
         for part in step.parts:
             table = part.table
             slots = part.slots[part.ready]
@@ -286,15 +275,15 @@ class Dispatcher:
             if self._forced_tokens:
                 result.forced |= forced_runs(table.forced[slots], rows)
             result.seconds += float(table.seconds[slots].sum())
-            ready_rows += len(rows)
-            status = table.status[part.slots]
-            for index in np.flatnonzero((status > FAILED) & part.ready).tolist():
-                sequence = part.states[index].sequence
-                sequence.steered = sequence.steered or bool(status[index] & STEERED)
+            status = table.status[slots]
+            states = part.states[part.ready]
+            for index in np.flatnonzero(status > FAILED).tolist():
+                sequence = states[index].sequence
+                sequence.steered |= bool(status[index] & STEERED)
                 if status[index] & CHECKED:
-                    length, final, keyword = table.veto[part.slots[index]].item()
-                    result.note(int(part.rows[index]), sequence, VetoReport(length, final, keyword.decode()))
-        step.all_ready = ready_rows == len(step.sequences)
+                    length, final, keyword = table.veto[slots[index]].item()
+                    result.note(int(rows[index]), sequence, VetoReport(length, final, keyword.decode()))
+        step.all_ready = not (undecided or step.failed)
         result.late = sorted(undecided)
         return result
 
@@ -304,9 +293,7 @@ class Dispatcher:
             for worker in self.workers:
                 worker.request_wakeup()
             self._receive()
-            waiting = dict(step.waiting)
-            step.waiting.clear()
-            self._add_rows(step, waiting)
+            self._place_all(step)
             send_all(self.workers)
             undecided = step.look()
             now = time.monotonic()
@@ -325,16 +312,13 @@ class Dispatcher:
         if not sequence_ids:
             return []
         self._receive()
-        now = time.monotonic()
-        if any(worker.free_slot() is not None for worker in self.workers):
-            now = math.inf  # sequences that wait for a worker can be opened now
-        return [sequence_id for sequence_id in sequence_ids if self._is_decided(sequence_id, now)]
+        can_open = any(worker.free_slot() is not None for worker in self.workers)
+        return [sequence_id for sequence_id in sequence_ids if self._is_decided(sequence_id, can_open)]
 
-    def _is_decided(self, sequence_id: int, now: float) -> bool:
+    def _is_decided(self, sequence_id: int, can_open: bool) -> bool:
         state = self._sequences.get(sequence_id)
         if state is None or state.error is not None:
             return True
         if state.worker is None:  # its worker may have ended, or the pool does not start
-            state.waits_until = min(state.waits_until, time.monotonic() + self.pool_wait)
-            return self.unavailable is not None or now >= state.waits_until
+            return can_open or self.unavailable is not None or state.has_waited(self.pool_wait)
         return state.is_ready

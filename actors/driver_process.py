@@ -28,16 +28,16 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.mask_actor import ANSWERS, Lines, MaskActor, forward
+from actors.mask_actor import ANSWERS, ActorLocation, Lines, MaskActor, forward
 from actors.processes import RETRY_SECONDS, TICK_SECONDS
-from actors.protocol import SegmentName, attach, connect
+from actors.protocol import connect
 from guided.errors import PoolUnavailable, bounded
 from guided.pools.options import NodePlacement
 
 _ACTOR = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1, concurrency_groups={ANSWERS: 1})(MaskActor)
 # The runtime environment of an actor that may be on another node. A result above this size would wait in the object
-# store there until this process asks for it. By default it is 100 KB, and the masks of 64 rows are 200 KB.
-_ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(4 << 20)}}
+# store there until this process asks for it. By default it is 100 KB, and the masks of 64 rows are up to 1 MB.
+_ELSEWHERE = {"env_vars": {"RAY_max_direct_call_object_size": str(16 << 20)}}
 _JOIN_SECONDS = 12.0
 """Time limit for joining a cluster, once this process has loaded Ray."""
 
@@ -129,19 +129,17 @@ class DriverSession:
         self._actor: Any = None
 
     def serve(self) -> None:
-        """Handle requests until the engine's process closes the connection. Then end the actor."""
+        """Handle a request, and wait until the engine's process closes the connection. Then end the actor."""
         with contextlib.suppress(EOFError, OSError):
-            while True:
-                name, arguments = self._engine.recv()
-                result = None
-                error = None
-                try:
-                    result = getattr(self, name)(*arguments)
-                except EOFError:
-                    break
-                except Exception as raised:
-                    error = _described(raised)
-                self._engine.send((result, error))
+            name, arguments = self._engine.recv()
+            result = None
+            error = None
+            try:
+                result = getattr(self, name)(*arguments)
+            except Exception as raised:
+                error = _described(raised)
+            self._engine.send((result, error))
+            self._engine.recv()
         if self._actor is not None:
             ray.kill(self._actor)
 
@@ -150,44 +148,45 @@ class DriverSession:
         if placement.kind != "group":  # that has been reserved already
             check_room(placement, cpus, number, ray.nodes(), ray.get_runtime_context().get_node_id())
 
-    def create(self, placement: NodePlacement, cpus: float, index: int, *arguments: Any) -> Any:
-        """Start an actor. Returns its location, once it is up."""
-        self._actor = _ACTOR.options(**_ray_options(placement, cpus, index)).remote(*arguments)
-        return self.call("location")
+    def create(
+        self,
+        placement: NodePlacement,
+        cpus: float,
+        number: int,
+        index: int,
+        channel: tuple[str, int, int],
+        *arguments: Any,
+    ) -> ActorLocation:
+        """Start actor `index` of `number`, and connect it to a step channel of the engine's process.
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor."""
-        result = getattr(self._actor, method).remote(*arguments)
-        while not ray.wait([result], timeout=TICK_SECONDS)[0]:
+        Returns where it runs, when the engine can send the first step.
+        """
+        self.check_room(placement, cpus, number)
+        self._actor = _ACTOR.options(**_ray_options(placement, cpus, index)).remote(*arguments)
+        serves = self._actor.serve.remote(*channel)
+        while not ray.wait([serves], timeout=TICK_SECONDS)[0]:
             if self._engine.poll(0):  # it waits for an answer, so it sends nothing: it has closed the connection
                 raise EOFError
-        return ray.get(result)
+        location: ActorLocation = ray.get(serves)
+        if not location.is_direct:
+            _forward(self._actor, channel)
+        return location
 
-    def connect(self, path: str, segment: SegmentName) -> bool:
-        """Connect the actor to a step channel and a slot table of the engine's process.
 
-        Returns whether it is direct, when the engine can send the first step.
-        """
-        if self.call("attach", path, segment):
-            return True
-        self.call("serve_remotely", segment.slots, segment.words)
-        actor = self._actor
-        table = attach(segment)
-        if table is None:
-            raise PoolUnavailable("the memory of the engine's process cannot be mapped")
-        collect = actor.collect.options(concurrency_group=ANSWERS).remote
-        calls = deque([collect()])
+def _forward(actor: Any, channel: tuple[str, int, int]) -> None:
+    """Connect an actor that cannot reach the engine's process."""
+    collect = actor.collect.options(concurrency_group=ANSWERS).remote
+    calls = deque([collect()])
 
-        def lines() -> Lines:
-            calls.append(collect())  # the actor goes on while lines are on their way
-            return cast(Lines, ray.get(calls.popleft()))
+    def lines() -> Lines:
+        calls.append(collect())  # the actor goes on while lines are on their way
+        return cast(Lines, ray.get(calls.popleft()))
 
-        def load(grammar: Any) -> None:
-            # In a list: Ray would hold back all later calls until an argument is there.
-            actor.load.remote([ray.put(np.frombuffer(grammar, np.uint8))])
+    def load(grammar: Any) -> None:
+        # In a list: Ray would hold back all later calls until an argument is there.
+        actor.load.remote([ray.put(np.frombuffer(grammar, np.uint8))])
 
-        forward(*connect(path), table, actor.deliver.remote, load, lines)
-        return False
+    forward(*connect(*channel), actor.deliver.remote, load, lines)
 
 
 def _described(error: Exception) -> PoolUnavailable:
@@ -228,8 +227,8 @@ def check_room(placement: NodePlacement, cpus: float, number: int, nodes: list[d
     if not fitting:
         raise PoolUnavailable(f"no node of the Ray cluster has the {placement.kind} of placement {placement.text!r}")
     needs = {name: amount for name, amount in (("CPU", cpus), (placement.name, placement.amount)) if amount}
-    room = sum(min(node.get(name, 0) // needs[name] for name in needs) for node in fitting if needs)
-    if needs and room < number:
+    room = sum(min([node.get(name, 0) // needs[name] for name in needs], default=number) for node in fitting)
+    if room < number:
         amounts = " and ".join(f"{amount:g} {name}" for name, amount in needs.items())
         there = ", ".join(f"{sum(node.get(name, 0) for node in fitting):g} {name}" for name in needs)
         raise PoolUnavailable(

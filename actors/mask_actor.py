@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import version
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
@@ -26,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.packages import buffer, receive, receive_grammar, send_package, socket_pair
-from actors.processes import enter_session, limit_memory, memory_limit, package_version
-from actors.protocol import WAKE, Indices, Int32s, Int64s, Segment, SegmentName, SlotTable, attach, connect, hang_up
+from actors.processes import enter_session, limit_memory, memory_limit
+from actors.protocol import WAKE, Indices, Int32s, Int64s, SlotTable, connect, create_table, hang_up
 from actors.server import ReceiveGrammar, StepServer
 from guided.backends import Backends
 from guided.backends.without_torch import leave_out_torch
@@ -54,6 +55,8 @@ class ActorLocation(NamedTuple):
     """Ray's id of the node."""
     host: str
     version: str
+    is_direct: bool
+    """Whether it is on the engine's node, and not in another container."""
 
 
 class Lines(NamedTuple):
@@ -62,11 +65,7 @@ class Lines(NamedTuple):
     slots: Indices
     """`[n]`."""
     columns: dict[str, NDArray[Any]]
-    """`[n, ...]`: what the worker has written, but for the masks. `ready` is the last."""
-    changed: Int32s
-    """`[m]`: positions of the words that differ from those sent before, in the flattened masks `[n, words]`."""
-    mask: Int32s
-    """`[m]`: the words there."""
+    """`[n, ...]`: what the worker has written. `ready` is the last."""
     mark: NDArray[np.void]
     """The worker's mark."""
     failures: list[bytes]
@@ -89,11 +88,10 @@ class RemoteSteps:
             serve: starts a `StepServer` with its end of a channel, its `receive_grammar`, and its table.
             fetch: waits for the objects of references (`ray.get`).
         """
-        self._segment = Segment(slots, words)
-        self._table = self._segment.table
+        self._table, memory = create_table(slots, words)
+        memory.close()
         self._sent_ready = self._table.ready.copy()
         self._sent_status = self._table.status.copy()
-        self._sent_mask = np.zeros_like(self._table.mask)
         self._news = threading.Event()
         """Set while there may be lines to wait for."""
         self._grammars = queue.SimpleQueue[list[Any]]()
@@ -145,13 +143,10 @@ class RemoteSteps:
     def _lines(self, slots: Indices, failures: list[bytes]) -> Lines:
         table = self._table
         ready = table.ready[slots]  # before the others: a line that is filled again meanwhile has the older version
-        columns = {name: getattr(table, name)[slots] for name in ("seconds", "status", "forced", "veto")}
-        masks = table.mask[slots]
-        words = np.flatnonzero(masks != self._sent_mask[slots]).astype(np.int32)
+        columns = {name: getattr(table, name)[slots] for name in ("mask", "seconds", "status", "forced", "veto")}
         self._sent_ready[slots] = ready
         self._sent_status[slots] = columns["status"]
-        self._sent_mask[slots] = masks
-        return Lines(slots, {**columns, "ready": ready}, words, masks.reshape(-1)[words], table.mark.copy(), failures)
+        return Lines(slots, {**columns, "ready": ready}, table.mark.copy(), failures)
 
 
 class MaskActor(RemoteSteps):
@@ -180,28 +175,23 @@ class MaskActor(RemoteSteps):
         enter_session()  # now, because the engine waits while an actor loads its libraries
         watch_free_memory()
 
-    def location(self) -> ActorLocation:
-        """Return where this actor runs; also shows that it is alive."""
+    def serve(self, channel: str, slots: int, words: int) -> ActorLocation:
+        """Serve the steps of an engine: by its channel, or by `deliver` and `collect` if it cannot be reached.
+
+        Returns where this actor runs.
+        """
         import ray  # the engine's process, which reads this class, never loads it
 
-        return ActorLocation(
-            os.getpid(), str(ray.get_runtime_context().get_node_id()), platform.node(), package_version()
-        )
-
-    def attach(self, path: str, segment: SegmentName) -> bool:
-        """Connect to the engine at `path` and serve steps. Returns False if its shared memory can't be reached."""
-        table = attach(segment)
-        if table is None:
-            return False
-        end, grammars = connect(path)
-        self._serve(end, lambda: partial(buffer, receive_grammar(grammars)), table)
-        return True
-
-    def serve_remotely(self, slots: int, words: int) -> None:
-        """Start to serve steps by `deliver` and `collect`, for an engine on another node."""
-        import ray
-
-        self.begin(slots, words, self._serve, ray.get)
+        is_direct = True
+        try:
+            end, grammars, table = connect(channel, slots, words)
+        except ConnectionRefusedError:
+            is_direct = False
+            self.begin(slots, words, self._serve, ray.get)
+        else:
+            self._serve(end, lambda: partial(buffer, receive_grammar(grammars)), table)
+        node_id = str(ray.get_runtime_context().get_node_id())
+        return ActorLocation(os.getpid(), node_id, platform.node(), version("guided"), is_direct)
 
     def _serve(self, end: socket.socket, receive_grammar: ReceiveGrammar, table: SlotTable) -> None:
         give_up = partial(os._exit, 1)
@@ -256,10 +246,6 @@ def forward(
 
 def _write(lines: Lines, table: SlotTable) -> None:
     """Write lines into the table. The engine reads a line when its `ready`, which is written last, has changed."""
-    slots = lines.slots
-    masks = table.mask[slots]
-    masks.reshape(-1)[lines.changed] = lines.mask
-    table.mask[slots] = masks
     for name, values in lines.columns.items():
-        getattr(table, name)[slots] = values
+        getattr(table, name)[lines.slots] = values
     table.mark[:] = lines.mark

@@ -111,6 +111,22 @@ def send_package(stream: socket.socket, package: Package) -> None:
         socket.send_fds(stream, [_IN_MEMORY], [package.fd])
 
 
+def receive_descriptor(stream: socket.socket) -> tuple[bytes, int]:
+    """Receive a message, and the descriptor that came with it; -1 if there is none.
+
+    Raises:
+        EOFError: the other end is closed.
+    """
+    # Without the flag, which `socket.recv_fds` leaves out, a process that is started meanwhile inherits the descriptor.
+    size = socket.CMSG_LEN(_DESCRIPTOR.size)
+    content, received, _, _ = stream.recvmsg(_SMALL_BYTES, size, socket.MSG_CMSG_CLOEXEC)
+    if not content:
+        raise EOFError
+    for _, _, descriptor in received:
+        return content, *_DESCRIPTOR.unpack(descriptor)
+    return content, -1
+
+
 def receive_package(stream: socket.socket) -> Package:
     """Receive a package.
 
@@ -118,16 +134,12 @@ def receive_package(stream: socket.socket) -> Package:
         EOFError: the other end is closed.
         InvalidPackage: see there.
     """
-    # Without the flag, which `socket.recv_fds` leaves out, a process that is started meanwhile inherits the descriptor.
-    size = socket.CMSG_LEN(_DESCRIPTOR.size)
-    content, received, _, _ = stream.recvmsg(_SMALL_BYTES, size, socket.MSG_CMSG_CLOEXEC)
-    if not content:
-        raise EOFError
-    if content != _IN_MEMORY:
-        return content
-    for _, _, descriptor in received:
-        return SealedMemory(*_DESCRIPTOR.unpack(descriptor))
-    raise InvalidPackage("there is no room for another descriptor")
+    content, fd = receive_descriptor(stream)
+    if fd >= 0:
+        return SealedMemory(fd)
+    if content == _IN_MEMORY:
+        raise InvalidPackage("there is no room for another descriptor")
+    return content
 
 
 def receive_grammar(stream: socket.socket) -> Package:

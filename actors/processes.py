@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +106,6 @@ def kill(process: psutil.Process, after: float = 0.0) -> None:
         except psutil.TimeoutExpired:
             process.kill()
             process.wait(STOP_SECONDS)
-
-
-def package_version() -> str:
-    """Return the installed version of this package, or "unknown"."""
-    try:
-        return version("guided")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def memory_limit(wanted: int | None) -> int:

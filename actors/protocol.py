@@ -8,8 +8,9 @@ which only the thread reads that loads them. They have numbers, in the order in 
 
 A *version* is the number of output tokens, plus the slot's edit count in the upper 32 bits. The count grows whenever
 the output changes by a message (open, edit) instead of through the columns, so that no two outputs of a slot share a
-version. The engine writes to `tokens[slot]` only while `ready[slot] == target[slot]`. Once the worker has handled
-everything it was sent, `ready` equals `target` in all slots but the failed ones.
+version. The engine writes to `tokens[slot]` only while `ready[slot] == target[slot]`, so the worker reads both when it
+fills the row. Once the worker has handled everything it was sent, `ready` equals `target` in all slots but the failed
+ones.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ import os
 import secrets
 import socket
 import struct
-import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from io import FileIO
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.packages import Package, packed, receive, send_package
+from actors.packages import Package, packed, receive, receive_descriptor, send_package
 from guided.errors import Wire
 from guided.pools.protocol import MAX_FORCED_TOKENS
 
@@ -59,9 +60,6 @@ WAKE = b"w"
 """A frame of the worker that only ends a wait of the engine."""
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end (SO_PEERCRED)."""
-_NONCE_BYTES = 32
-_WAKE_OFFSET = 48
-_MARK_OFFSET = 64
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Indices = NDArray[np.intp]
@@ -74,7 +72,6 @@ _MARK = np.dtype(
         ("heart", "i4"),
     ]
 )
-_COLUMNS_OFFSET = 256
 _VETO = np.dtype([("length", "i4"), ("final", "i4"), ("keyword", "S24")])
 _COLUMNS: tuple[tuple[Any, ...], ...] = (
     ("target", "i8"),
@@ -85,36 +82,39 @@ _COLUMNS: tuple[tuple[Any, ...], ...] = (
     ("forced", "i4", MAX_FORCED_TOKENS),
     ("veto", _VETO),
 )
-_LINE_BYTES = 8 + 8 + 4 + 4 + 4 + 4 * MAX_FORCED_TOKENS + _VETO.itemsize
-"""Size of a line of the table, but for its mask."""
 
 
 class Channel:
     """The engine's ends of two sockets, for steps and for grammars. For one incarnation only. Sends never block."""
 
     def __init__(self) -> None:
-        self.path = f"\0guided-{os.getpid()}-{secrets.token_hex(8)}"
-        """Where the worker connects to: an abstract address (unix(7)), which leaves no file."""
+        self.name = secrets.token_hex(8)
+        """What the worker needs to connect."""
         self._steps = self._grammars = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._steps.bind(self.path)
+        self._steps.bind(_address(self.name))
         self._steps.listen(2)
         self._unsent: tuple[deque[Package], deque[Package]] = (deque(), deque())
         """Grammars, and messages."""
 
-    def accept(self, timeout: float) -> bool:
-        """Return whether the worker connected within `timeout` seconds. Nothing can connect after this."""
+    def accept(self, timeout: float, slots: int, words: int) -> SlotTable:
+        """Return the table of the worker that connects. Nothing can connect after this.
+
+        Raises:
+            OSError: no worker connected within `timeout` seconds, or a process of another user did.
+        """
         with self._steps as listening:
             listening.settimeout(timeout)
-            try:
-                self._steps, self._grammars = (listening.accept()[0] for _ in range(2))
-            except TimeoutError:
-                return False
+            self._steps, self._grammars = (listening.accept()[0] for _ in range(2))
         for end in (self._steps, self._grammars):
-            end.setblocking(False)
+            end.settimeout(timeout)
             credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # other users can see the address
-                return False
-        return True
+            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # all users can see the address
+                raise PermissionError("a process of another user has connected")
+        with FileIO(receive_descriptor(self._grammars)[1]) as memory:
+            table = SlotTable.over(memory.fileno(), slots, words)
+        self._steps.setblocking(False)
+        self._grammars.setblocking(False)
+        return table
 
     @property
     def fd(self) -> int:
@@ -151,14 +151,24 @@ class Channel:
         self._grammars.close()
 
 
-def connect(path: str) -> tuple[socket.socket, socket.socket]:
-    """Worker side: connect to `Channel.path`. Returns the ends for steps and for grammars."""
-    with contextlib.ExitStack() as undo:
+def _address(name: str) -> str:
+    """Return an abstract address (unix(7)), which leaves no file. It is another one in another PID namespace."""
+    return f"\0guided-{os.readlink('/proc/self/ns/pid')}-{name}"
+
+
+def connect(name: str, slots: int, words: int) -> tuple[socket.socket, socket.socket, SlotTable]:
+    """Worker side: connect to the `Channel` of this name. Returns the ends for steps and for grammars, and a new table.
+
+    Raises OSError if this process cannot reach the engine's.
+    """
+    table, memory = create_table(slots, words)
+    with memory, contextlib.ExitStack() as undo:
         steps, grammars = (undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(2))
-        steps.connect(path)
-        grammars.connect(path)
+        steps.connect(_address(name))
+        grammars.connect(_address(name))
+        socket.send_fds(grammars, [b"t"], [memory.fileno()])
         undo.pop_all()
-    return steps, grammars
+    return steps, grammars, table
 
 
 def hang_up(end: socket.socket) -> None:
@@ -206,10 +216,9 @@ class Edit(msgspec.Struct, array_like=True, tag=4, gc=False, frozen=True):
 
 
 class Free(msgspec.Struct, array_like=True, tag=5, gc=False, frozen=True):
-    """Close the matcher in a slot; acknowledged by `ready[slot] = version`, which is negative."""
+    """Close the matcher in a slot; acknowledged by `ready[slot] = target[slot]`, which is negative."""
 
     slot: int
-    version: int
 
 
 Request = Fill | Unload | Open | Edit | Free
@@ -257,17 +266,17 @@ class SlotTable:
         return bool(((self.target != self.ready) & (self.status != FAILED)).any())
 
     @classmethod
-    def over(cls, memory: mmap.mmap, slots: int, words: int) -> SlotTable:
-        """Return the table that lies in `memory`."""
-        columns: dict[str, NDArray[Any]] = {
-            "mark": np.ndarray(1, _MARK, memory, _MARK_OFFSET),
-            "wake": np.ndarray(1, np.int32, memory, _WAKE_OFFSET),
-        }
-        offset = _COLUMNS_OFFSET
-        for name, dtype, *shape in (*_COLUMNS, ("mask", "i4", words)):
-            columns[name] = np.ndarray((slots, *shape), dtype, memory, offset)
-            offset += columns[name].nbytes
-        return cls(**columns)
+    def over(cls, fd: int, slots: int, words: int) -> SlotTable:
+        """Map the memory of a table. It is unmapped with the last reference to one of the columns."""
+        layout = _layout(slots, words)
+        memory = np.ndarray((), layout, mmap.mmap(fd, layout.itemsize))
+        return cls(**{name: memory[name] for name in layout.names or ()})
+
+
+def _layout(slots: int, words: int) -> np.dtype[np.void]:
+    columns = [("mask", "i4", (slots, words)), ("mark", _MARK, (1,)), ("wake", "i4", (1,))]
+    columns += [(name, dtype, (slots, *shape)) for name, dtype, *shape in _COLUMNS]
+    return np.dtype(columns, align=True)
 
 
 def freed(version: int) -> int:
@@ -275,57 +284,17 @@ def freed(version: int) -> int:
     return ~(version // EDIT)
 
 
-class SegmentName(NamedTuple):
-    """What an actor needs to open a segment, and to verify that it is the right one."""
+def create_table(slots: int, words: int) -> tuple[SlotTable, FileIO]:
+    """Worker side: return a new table, and its memory, which the caller closes.
 
-    pid: int
-    fd: int
-    nonce: bytes
-    slots: int
-    words: int
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the memory."""
-        return _COLUMNS_OFFSET + self.slots * (_LINE_BYTES + self.words * 4)
-
-
-class Segment:
-    """Engine side: creates the shared memory of one table.
-
-    It is a memfd, which the worker opens through `/proc/<pid>/fd`, so that it vanishes with its owner. Pages are
-    allocated when a slot's mask is first written, so reserving many slots costs nothing.
+    Pages are allocated when a slot's mask is first written, so reserving many slots costs nothing.
     """
-
-    def __init__(self, slots: int, words: int) -> None:
-        fd = os.memfd_create("guided-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self.close = weakref.finalize(self, os.close, fd)
-        """Closes the descriptor: no worker can attach any more. Idempotent."""
-        self.name = SegmentName(os.getpid(), fd, secrets.token_bytes(_NONCE_BYTES), slots, words)
-        os.ftruncate(fd, self.name.nbytes)
-        # An actor that shrank it would cause a SIGBUS in the engine.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        memory = mmap.mmap(fd, self.name.nbytes)
-        memory[:_NONCE_BYTES] = self.name.nonce
-        self.table = table = SlotTable.over(memory, slots, words)
-        """Unmapped with the last reference to one of its arrays."""
-        table.target[:] = table.ready[:] = FREE
-        table.forced[:] = -1
-        table.mark["busy"] = IDLE
-
-
-def attach(name: SegmentName) -> SlotTable | None:
-    """Actor side: map a segment; return None if this process cannot reach that memory.
-
-    Another machine may have the same pid and descriptor: only the nonce proves that it is the same segment.
-    """
-    try:
-        with open(f"/proc/{name.pid}/fd/{name.fd}", "r+b", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size != name.nbytes:
-                return None
-            memory = mmap.mmap(file.fileno(), name.nbytes)
-    except (OSError, ValueError):
-        return None
-    if memory[:_NONCE_BYTES] == name.nonce:
-        return SlotTable.over(memory, name.slots, name.words)
-    return None
+    memory = FileIO(os.memfd_create("guided-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+")
+    memory.truncate(_layout(slots, words).itemsize)
+    # An actor that shrank it would cause a SIGBUS in the engine.
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    table = SlotTable.over(memory.fileno(), slots, words)
+    table.target[:] = table.ready[:] = FREE
+    table.forced[:] = -1
+    table.mark["busy"] = IDLE
+    return table, memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from guided.errors import ConstraintQuarantined
@@ -15,30 +16,32 @@ class Quarantine:
     """Which constraints are refused, by their keys: those that have ended two actors within `_SECONDS`."""
 
     def __init__(self) -> None:
-        self._ends: dict[str, list[float]] = {}
-        """`time.monotonic()` of the ends of actors, by the key of the constraint."""
+        self._last: dict[str, float] = {}
+        """`time.monotonic()` of the last end of an actor, by the key of the constraint."""
+        self._until: dict[str, float] = {}
+        """`time.monotonic()` until which a constraint is refused."""
         self.total = 0
         """Number of constraints that were put into quarantine."""
 
     def note(self, key: str) -> None:
         """Note that a constraint has ended an actor. One actor may be ended by anything."""
         now = time.monotonic()
-        ends = self._recent(key)
-        if not ends or now - ends[-1] >= _APART_SECONDS:
-            self._ends[key] = [*ends, now]
-            self.total += len(ends) == 1
-
-    def _recent(self, key: str) -> list[float]:
-        since = time.monotonic() - _SECONDS
-        return [end for end in self._ends.get(key, ()) if end > since]
+        since = now - self._last.get(key, -math.inf)
+        if since < _APART_SECONDS:
+            return
+        self._last[key] = now
+        if since <= _SECONDS:
+            self.total += key not in self.keys()
+            self._until[key] = now + _SECONDS
 
     def keys(self) -> list[str]:
         """Return the keys of the constraints that are refused. From any thread."""
-        return [key for key in list(self._ends) if len(self._recent(key)) > 1]
+        now = time.monotonic()
+        return [key for key, until in list(self._until.items()) if now < until]
 
     def error(self, key: str) -> ConstraintQuarantined | None:
         """Return the error of a constraint that is refused, or None."""
-        if len(self._recent(key)) < 2:
+        if key not in self.keys():
             return None
         why = "this constraint has ended 2 mask actors: it is refused for ten minutes"
         return ConstraintQuarantined(f"{why}; try a simpler one, or another backend")

@@ -11,23 +11,22 @@ import math
 import select
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Self
 
 import psutil
 
-from actors import processes
 from actors.cluster import Cluster, Session
 from actors.compiler import Compiler
 from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
 from actors.mask_actor import ActorLocation
-from actors.processes import CALL_SECONDS, RETRY_SECONDS, START_SECONDS, STOP_SECONDS, TICK_SECONDS, kill, memory_limit
-from actors.protocol import Channel, Segment
+from actors.processes import CALL_SECONDS, RETRY_SECONDS, STOP_SECONDS, TICK_SECONDS, kill, memory_limit
+from actors.protocol import Channel
 from actors.watch import Verdict, Watch
 from guided.bitmask import words
 from guided.constraint import Constraint
@@ -42,7 +41,7 @@ from guided.errors import (
 )
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import Grammar
-from guided.pools.status import EndCause, PoolStatus, WorkerState, WorkerStatus
+from guided.pools.status import EndCause, PoolStatus, WorkerStatus
 from guided.processors.pinned_masks import Pin
 from guided.vocabulary import Vocabulary
 
@@ -80,6 +79,8 @@ class RayPool(Dispatcher):
         self.vocabulary = vocabulary
         self.pin = pin
         self._supervisors: list[Supervisor] = []
+        self.stopping = threading.Event()
+        """Set to end the actors for good. The supervisors' threads end then."""
         self._lock = threading.Lock()
         """Protects the start, and what is known of it."""
         self._is_starting = False
@@ -115,15 +116,9 @@ class RayPool(Dispatcher):
                 raise self.unavailable
             time.sleep(_LOOK_SECONDS)
         deadline = time.monotonic() + CALL_SECONDS
-        while self._starting() and time.monotonic() < deadline:
+        while any(actor.state == "starting" for actor in self.status().workers) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
-        for index in self._starting():
-            _log.warning("mask actor %d is not up yet: the pool begins without it", index)
         return self
-
-    def _starting(self) -> list[int]:
-        """Return the actors of which the first start has not ended."""
-        return [supervisor.index for supervisor in self._supervisors if supervisor.state == "starting"]
 
     def note_state(self, error: PoolUnavailable | None) -> None:
         """Note that an actor is up, or why it did not start. From the supervisors' threads."""
@@ -132,13 +127,12 @@ class RayPool(Dispatcher):
                 self._is_starting = False
                 self.pool_wait = self.options.pool_wait
                 self.unavailable = None
-            elif self._is_starting and all(supervisor.state == "down" for supervisor in self._supervisors):
+            elif self._is_starting and all(actor.state == "down" for actor in self.status().workers):
                 self.unavailable = error
 
     def _stop_actors(self) -> None:
         """End the actors. One that still runs after some seconds ends with this process."""
-        for supervisor in self._supervisors:
-            supervisor.stopping.set()
+        self.stopping.set()
         deadline = time.monotonic() + STOP_SECONDS
         for supervisor in self._supervisors:
             supervisor.thread.join(max(0.0, deadline - time.monotonic()))
@@ -157,7 +151,7 @@ class RayPool(Dispatcher):
             return PoolStatus("ray")
         return PoolStatus(
             name="ray",
-            workers=[supervisor.status() for supervisor in self._supervisors],
+            workers=[supervisor.status for supervisor in self._supervisors],
             backends=self._compiler.backends(),
             trouble=self.cluster.trouble,
             replays=self.replays,
@@ -178,149 +172,131 @@ class Supervisor:
     """
 
     def __init__(self, index: int, pool: RayPool) -> None:
-        self.index = index
         self._pool = pool
         self._options = pool.options
         self._memory = memory_limit(pool.options.actor_memory_bytes)
-        self.state: WorkerState = "starting"
-        self._incarnation = 0
-        self._up: tuple[WorkerConnection, ActorLocation] | None = None
-        """Set while the actor is up."""
+        self._status = WorkerStatus(index, 0, "starting", pid=None, node=None, open_sequences=0, restarts=0)
         self._watch: Watch | None = None
-        self.stopping = threading.Event()
-        """Set to end the actor for good. `thread` ends then."""
-        self._causes: Counter[str] = Counter()
-        self._last_end: str | None = None
+        """Set while the actor is up."""
         self.thread = threading.Thread(target=self._run, name=f"supervisor-{index}", daemon=True)
         self.thread.start()
 
+    @property
     def status(self) -> WorkerStatus:
-        """Return a snapshot. From any thread."""
-        connection, location = self._up or (None, None)
-        return WorkerStatus(
-            index=self.index,
-            incarnation=self._incarnation,
-            state=self.state,
-            pid=location and location.pid,
-            node=location and location.host,
-            node_id=location and location.node_id,
-            open_sequences=0 if connection is None else len(connection.sequences),
-            restarts=max(0, self._incarnation - 1),
-            ends=dict(self._causes),
-            last_end=self._last_end,
-            silent=self._watch.silent if self._watch is not None and location else 0.0,
-        )
+        """A snapshot. For any thread."""
+        watch = self._watch
+        if watch is None:
+            return self._status
+        return replace(self._status, open_sequences=len(watch.connection.sequences), silent=watch.silent)
+
+    def _note(self, **changes: Any) -> None:
+        self._status = replace(self._status, **changes)
 
     def _run(self) -> None:
-        while not self.stopping.is_set():
+        stopping = self._pool.stopping
+        while not stopping.is_set():
             try:
-                self._live()
+                self._live(stopping)
             except Exception as raised:
                 reason = raised if isinstance(raised, GuidedError) else bounded(raised)
-                error = PoolUnavailable(f"mask actor {self.index} did not start: {reason}")
-                if not self.stopping.is_set():
-                    self.state = "down"
+                error = PoolUnavailable(f"mask actor {self._status.index} did not start: {reason}")
+                if not stopping.is_set():
+                    self._note(state="down")
                     self._record_end("not_started", error.message)
                     self._pool.note_state(error)
                 if self._pool.unavailable is None:
                     pause = RETRY_SECONDS
                 else:
                     pause = _RETRY_START_SECONDS
-                self.stopping.wait(pause)
+                stopping.wait(pause)
 
-    def _live(self) -> None:
+    def _live(self, stopping: threading.Event) -> None:
         """Run one incarnation from start to end. Raises if it does not start."""
         began = time.monotonic()
         process: psutil.Process | None = None
         """The actor's process, or None if it is on another node."""
-        if not self._incarnation:
-            self._pool.cluster.check_room(self._options, self.stopping)
-        session = self._pool.cluster.session(self.stopping)
-        where = (*self._pool.cluster.reserved(self._options), self.index)
-        arguments = (self._pool.vocabulary, self._memory, self._options.forced_tokens, self._options.preload)
+        session = self._pool.cluster.session(stopping)
         try:
-            location: ActorLocation = session.ask("bring the actor up", "create", *where, *arguments)
-            self._incarnation += 1
-            version = processes.package_version()
-            if location.version != version:
-                raise PoolUnavailable(
-                    f"{location.host} has version {location.version} of guided, and this process {version}: install "
-                    "the same one on all nodes"
-                )
-            connection, is_local = self._connect(session, location.host, location.pid)
-            if is_local:
+            connection, location = self._connect(session)
+            if location.is_direct:
                 process = psutil.Process(location.pid)
-            else:
-                process = None
             if self._pool.pin is not None:
                 self._pool.pin(connection.table.mask)
-            if self.stopping.is_set():
-                return
-            _log.info("mask actor %d (pid %d) is up after %.1f s", self.index, location.pid, time.monotonic() - began)
-            self._up = (connection, location)
-            self.state = "up"
+            _log.info(
+                "mask actor %d (pid %d) is up after %.1f s", self._status.index, location.pid, time.monotonic() - began
+            )
+            watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
+            restarts = self._status.incarnation
+            place = {"pid": location.pid, "node": location.host, "node_id": location.node_id}
+            self._note(state="up", incarnation=restarts + 1, restarts=restarts, **place)
             self._pool.announce(partial(self._pool.add, connection))
             self._pool.note_state(None)
-            watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
-            cause: EndCause = "died"
-            culprit = None
+            verdict: Verdict = ("died", [])
             try:
-                cause, culprit = self._watched(session, connection, watch)
-                if not self.stopping.is_set():
-                    works = [culprit] if culprit is not None else connection.work()
-                    described = "".join(connection.described(work, watch.silent) for work in works)
-                    self._record_end(cause, self._error_of(cause, location.pid).message + described)
+                verdict = self._watched(session, watch)
+                cause, works = verdict
+                if not stopping.is_set():
+                    described = [connection.described(work, watch.silent) for work in works or connection.work()]
+                    self._record_end(cause, self._error_of(cause).message + "".join(described))
                 if cause != "died" and process is not None:
                     kill(process)
             finally:  # whatever happens: its sequences would wait for ever
-                self._up = None
-                self.state = "restarting"
-                error = self._error_of(cause, location.pid)
-                self._pool.announce(partial(self._pool.end, connection, error, cause, culprit))
+                self._pool.announce(partial(self._pool.end, connection, self._error_of(verdict[0]), *verdict))
+                self._watch = None
+                self._note(state="restarting", pid=None, node=None, node_id=None)
         finally:
             session.close()  # first, because Ray would report a kill as an unexpected death
             if process is not None:
                 kill(process, after=1.0)
 
-    def _connect(self, session: Session, host: str, pid: int) -> tuple[WorkerConnection, bool]:
-        """Connect to the actor, with a new slot table: directly if it can reach our memory, otherwise through Ray.
-
-        Returns whether it is direct too: then the actor is on this node, and not in another container.
-        """
-        segment = Segment(self._options.slots, words(self._pool.vocabulary.padded_vocab_size))
+    def _connect(self, session: Session) -> tuple[WorkerConnection, ActorLocation]:
+        """Have an actor started, and connect to it: directly if it can reach this process, otherwise through Ray."""
+        pool = self._pool
+        options = pool.options
+        index = self._status.index
+        placement, cpus, number = pool.cluster.reserved(options)
+        if self._status.incarnation:
+            number = 1  # the others are up, and nodes may have been lost since then
+        shape = options.slots, words(pool.vocabulary.padded_vocab_size)
+        arguments = (pool.vocabulary, self._memory, options.forced_tokens, options.preload)
         channel = Channel()
-        try:
-            is_local: bool = session.ask("connect the actor", "connect", channel.path, segment.name)
-            if not channel.accept(START_SECONDS):
-                raise PoolUnavailable(f"the actor on {host} cannot connect to this process")
-        except BaseException:
-            channel.close()
-            segment.close()
-            raise
-        name = f"mask worker {self.index}, pid {pid}"
-        size = self._options.max_cache_bytes
-        return WorkerConnection(name, pid, channel, segment, size, is_remote=not is_local), is_local
+        with contextlib.ExitStack() as undo:
+            undo.callback(channel.close)
+            where = (placement, cpus, number, index, (channel.name, *shape))
+            location: ActorLocation = session.ask("bring the actor up", "create", *where, *arguments)
+            ours = version("guided")
+            if location.version != ours:
+                raise PoolUnavailable(
+                    f"{location.host} has version {location.version} of guided, and this process {ours}: install "
+                    "the same one on all nodes"
+                )
+            table = channel.accept(CALL_SECONDS, *shape)
+            undo.pop_all()
+        name = f"mask worker {index}, pid {location.pid}"
+        is_remote = not location.is_direct
+        return WorkerConnection(name, location.pid, channel, table, options.max_cache_bytes, is_remote), location
 
     def _record_end(self, cause: EndCause, message: str) -> None:
-        self._causes[cause] += 1
-        self._last_end = bounded(message)
+        ends = self._status.ends
+        self._note(ends={**ends, cause: ends.get(cause, 0) + 1}, last_end=bounded(message))
         if cause == "died" and not self._options.max_replays:
             message += "; its requests end, because max_replays is 0: with 1 they would go on elsewhere"
         _log.warning("%s", message)
 
-    def _error_of(self, cause: EndCause, pid: int) -> GuidedError:
+    def _error_of(self, cause: EndCause) -> GuidedError:
         """Return the error of the sequences that are lost with this incarnation."""
+        status = self._status
         kind, how = _ENDS[cause]
         how = how.format(mib=self._memory >> 20, seconds=self._options.mask_limit)
-        return kind(f"mask worker {self.index} (pid {pid}, incarnation {self._incarnation}) {how}")
+        return kind(f"mask worker {status.index} (pid {status.pid}, incarnation {status.incarnation}) {how}")
 
-    def _watched(self, session: Session, connection: WorkerConnection, watch: Watch) -> Verdict:
+    def _watched(self, session: Session, watch: Watch) -> Verdict:
         """Wait until the incarnation ends or has to be ended."""
         poller = select.poll()
-        for end in (connection.channel.fd, session):
+        for end in (watch.connection.channel.fd, session):
             poller.register(end, 0)  # reports POLLHUP: the actor's process, or the driver, has ended
-        while not poller.poll(TICK_SECONDS * 1000) and not self.stopping.is_set():
+        while not poller.poll(TICK_SECONDS * 1000) and not self._pool.stopping.is_set():
             verdict = watch.look()
             if verdict is not None:
                 return verdict
-        return "died", None
+        return "died", []

@@ -45,7 +45,6 @@ from actors.protocol import (
     Failed,
     Fill,
     Free,
-    Int32s,
     Open,
     Request,
     SlotTable,
@@ -61,6 +60,8 @@ _STUCK_SECONDS = 0.002
 ReceiveGrammar = Callable[[], Callable[[], Any]]
 """Waits for the next grammar of the engine, and returns a function that fetches it, an encoded `CompileResult`. Raises
 EOFError when the connection is lost."""
+_decode_requests = Decoder(list[Request]).decode
+_decode_grammar = Decoder(CompileResult).decode
 _log = logging.getLogger(__name__)
 
 
@@ -87,14 +88,12 @@ class _Slot:
     """Seconds of its last mask, or the estimate for the first."""
     changes: list[Open | Edit] = field(default_factory=list)
     """Messages of the engine that the next thread that fills the row has to apply."""
-    target: int = 0
-    """Version of the mask that was requested last."""
-    token: int = -1
-    """The newest token of that output, if it is in the table."""
-    wanted_at: float = 0.0
-    """`time.monotonic()` of the request."""
-    freed: int = 0
-    """Version of its `Free`. The slot is freed once the row is not being filled any more."""
+    edits: int = 0
+    """The edit count of the last one."""
+    due: float = 0.0
+    """`time.monotonic()` of the request, and as long as the row will take, as far as is known."""
+    is_freed: bool = False
+    """Whether the slot is to be freed, once the row is not being filled any more."""
 
 
 class StepServer:
@@ -138,8 +137,6 @@ class StepServer:
         """The slots that the first two threads fill."""
         self._news = threading.Event()
         """Set when a frame was handled; cleared by the second thread."""
-        self._decode = Decoder(list[Request]).decode
-        self._read = Decoder(CompileResult).decode
         loops = (self._serve, self._relieve, self._load_all, self._beat)
         self._threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in loops]
 
@@ -205,7 +202,7 @@ class StepServer:
         try:
             self._begin(IMPORT, number)
             with guard("loading a grammar"):
-                result = self._read(fetch())
+                result = _decode_grammar(fetch())
             with guard(result.backend):
                 backend = self._backends[result.backend]
                 self._begin(LOAD, number)
@@ -245,17 +242,20 @@ class StepServer:
         with self._lock:
             last = self._filling[thread]
             self._filling[thread] = None
-            if last is not None and last.freed:
+            if last is not None and last.is_freed:
                 self._free(last)
             slot = self._next(thread)
             if slot is None:
                 return False
             del self._wanted[slot.number]
-            wanted = slot.target, slot.token, slot.changes
+            target = int(self._table.target[slot.number])
+            if target // EDIT != slot.edits:  # `Edit` or `Free` follows
+                return True
+            changes = slot.changes
             slot.changes = []
             self._filling[thread] = slot
             self._begin(thread, slot.number)
-        self._fill(thread, slot, *wanted)
+        self._fill(thread, slot, target, changes)
         return True
 
     def _able(self, avoided: _Slot | None = None) -> Iterator[_Slot]:
@@ -271,21 +271,20 @@ class StepServer:
         while is_stuck and wait([self._end], 0):
             self._handle_frame(receive(self._end))
         other = self._filling[1 - thread]
-        able = self._able(other)
         if thread == SECOND and not is_stuck:
             # Quicker ones first, but each one waits about as long as it takes, at most.
-            slow = (slot for slot in able if slot.seconds >= SLOW_SECONDS)
-            slot = min(slow, key=lambda slot: slot.wanted_at + slot.seconds, default=None)
-            if slot is not None or other is not None:
-                return slot
-            able = self._able()  # quick rows that the first thread has left, because of their grammar
-        return next((slot for slot in able if slot.seconds < SLOW_SECONDS), None)
+            slow = [slot for slot in self._able(other) if slot.seconds >= SLOW_SECONDS]
+            if slow or other is not None:
+                return min(slow, key=lambda slot: slot.due, default=None)
+            # If there is none: quick rows that the first thread has left, because of their grammar.
+        return next((slot for slot in self._able(other) if slot.seconds < SLOW_SECONDS), None)
 
     def _handle_frame(self, frame: Any) -> None:
-        for request in self._decode(frame):
+        for request in _decode_requests(frame):
             match request:
                 case Fill():
-                    self._want_all(np.frombuffer(request.slots, np.int32))
+                    for number in np.frombuffer(request.slots, np.int32).tolist():
+                        self._want(number)
                 case Unload():
                     for number in request.numbers:
                         grammar = self._grammars[number]
@@ -295,55 +294,42 @@ class StepServer:
                 case Free():
                     slot = self._slots[request.slot]
                     self._wanted.pop(slot.number, None)
-                    slot.freed = request.version
+                    slot.is_freed = True
                     if slot not in self._filling:
                         self._free(slot)
                 case Open() | Edit():
                     if isinstance(request, Open):
                         grammar = self._grammars.setdefault(request.grammar, _LoadedGrammar())
-                        slot = _Slot(request.slot, grammar, request.request_id, grammar.seconds)
-                        self._slots[request.slot] = slot
+                        self._slots[request.slot] = _Slot(request.slot, grammar, request.request_id, grammar.seconds)
                     slot = self._slots[request.slot]
                     slot.changes.append(request)
-                    self._want(slot, request.version)
+                    slot.edits = request.version // EDIT
+                    self._want(slot.number)
 
-    def _want_all(self, slots: Int32s) -> None:
-        table = self._table
-        targets = table.target[slots].tolist()
-        tokens = table.tokens[slots].tolist()
-        for number, target, token in zip(slots.tolist(), targets, tokens, strict=True):
-            slot = self._slots.get(number)
-            if slot is not None and target // EDIT == slot.target // EDIT:  # if not, `Edit` or `Free` follows
-                self._want(slot, target, token)
-
-    def _want(self, slot: _Slot, target: int, token: int = -1) -> None:
-        slot.target = target
-        slot.token = token
-        slot.wanted_at = time.monotonic()
-        self._wanted.pop(slot.number, None)
-        self._wanted[slot.number] = slot
+    def _want(self, number: int) -> None:
+        slot = self._slots[number]
+        slot.due = time.monotonic() + slot.seconds
+        self._wanted.pop(number, None)
+        self._wanted[number] = slot
 
     def _free(self, slot: _Slot) -> None:
-        self._worker.free([slot.number])
-        del self._slots[slot.number]
-        self._table.status[slot.number] = OK
-        self._table.ready[slot.number] = slot.freed
+        number = slot.number
+        self._worker.free([number])
+        del self._slots[number]
+        self._table.status[number] = OK
+        self._table.ready[number] = self._table.target[number]
 
-    def _fill(self, thread: int, slot: _Slot, target: int, token: int, changes: list[Open | Edit]) -> None:
+    def _fill(self, thread: int, slot: _Slot, target: int, changes: list[Open | Edit]) -> None:
         table = self._table
         number = slot.number
+        error: GuidedError | None
         try:
-            for change in changes:
-                if isinstance(change, Open):
-                    self._open(slot.grammar.loaded, change)
-                else:
-                    self._worker.edit(number, change.start, change.tokens)
-            known = self._worker.length(number)
+            self._apply(slot, changes)
             length = target & POSITION
-            if length - known in (0, 1):
-                error = self._worker.fill(number, [token][: length - known], table.mask[number])
-            else:
-                error = BackendError(f"the worker knows {known} output tokens of slot {number}, not {length}")
+            new = length - self._worker.length(number)
+            if new not in (0, 1):
+                raise BackendError(f"the worker knows {length - new} output tokens of slot {number}, not {length}")
+            error = self._worker.fill(number, [int(table.tokens[number])][:new], table.mask[number])
         except GuidedError as raised:
             error = raised
         if error is None and self._forced_tokens:
@@ -351,29 +337,30 @@ class StepServer:
         seconds = time.monotonic() - self._since[thread]
         slot.seconds = table.seconds[number] = seconds
         slot.grammar.seconds = min(slot.grammar.seconds, seconds)
-        if error is None:
-            if number in self._worker.steered:
-                status = STEERED
-            else:
-                status = OK
+        if error is not None:
+            _log.warning("request %s (slot %d) failed: %s: %s", slot.request_id, number, error.code, error)
+            send_package(self._end, encode(Failed(number, target, to_wire(error))))
+            table.status[number] = FAILED  # the message is there
+        else:
+            status = STEERED * (number in self._worker.steered)
             vetoed = self._worker.vetoed.get(number)
             if vetoed is not None:
                 status |= CHECKED
                 table.veto[number] = vetoed.report()
-            if status:
-                table.status[number] = status
+            table.status[number] = status
             table.ready[number] = target
-        else:
-            _log.warning("request %s (slot %d) failed: %s: %s", slot.request_id, number, error.code, error)
-            send_package(self._end, encode(Failed(number, target, to_wire(error))))
-            table.status[number] = FAILED  # the message is there
         self._busy[thread] = IDLE
 
-    def _open(self, loaded: CompiledGrammar | GuidedError | None, opening: Open) -> None:
+    def _apply(self, slot: _Slot, changes: list[Open | Edit]) -> None:
+        loaded = slot.grammar.loaded
         assert loaded is not None
-        if isinstance(loaded, GuidedError):
-            raise loaded.with_traceback(None)
-        self._worker.open(opening.slot, loaded, tokens=opening.tokens, budget=opening.budget, final=opening.final)
+        for change in changes:
+            if isinstance(change, Edit):
+                self._worker.edit(slot.number, change.start, change.tokens)
+            elif isinstance(loaded, GuidedError):
+                raise loaded.with_traceback(None)
+            else:
+                self._worker.open(slot.number, loaded, change.tokens, change.budget, change.final)
 
     def _wake_engine(self) -> None:
         if self._table.wake[0]:

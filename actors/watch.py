@@ -26,8 +26,8 @@ REMOTE_SILENT_SECONDS = 15.0
 the network may be the reason."""
 _LOCKED_SECONDS = 1.0
 """After so long without a heartbeat, a thread holds the interpreter lock."""
-Verdict = tuple[EndCause, Work | None]
-"""Why an actor has to be ended, and what it was busy with, if that is the reason."""
+Verdict = tuple[EndCause, list[Work]]
+"""Why an actor has to be ended, and what it was busy with if that is the reason: one work, or none."""
 
 
 class Watch:
@@ -42,7 +42,7 @@ class Watch:
     def __init__(
         self, connection: WorkerConnection, process: psutil.Process | None, mask_limit: float, memory: int
     ) -> None:
-        self._connection = connection
+        self.connection = connection
         self._process = process
         self._memory = memory
         self._limits = {"fill": mask_limit, "load": LOAD_SECONDS, "import": LOAD_WALL_SECONDS}
@@ -55,8 +55,10 @@ class Watch:
         self._unread = 0.0
         """Seconds in which the actor was asked for masks and began with none."""
         self._looked_at = time.monotonic()
-        self._seen = (0.0, 0)
-        """The last heartbeat, and the sum of the versions of all masks, which changes with each."""
+        self._beat = 0.0
+        """The last heartbeat."""
+        self._versions = 0
+        """The sum of the versions of all masks, which changes with each."""
         self._state = ""
         """State of the heartbeat's thread: see `thread_state`."""
         self._waited = 0.0
@@ -64,22 +66,23 @@ class Watch:
 
     def look(self) -> Verdict | None:
         """Look at the actor. Call it every `TICK_SECONDS`."""
-        table = self._connection.table
+        table = self.connection.table
         now = time.monotonic()
         mark = table.mark[0]
         passed = self._counted(int(mark["heart"]), now - self._looked_at)
         self._looked_at = now
-        before = self._seen
-        self._seen = (float(mark["beat"]), int(table.ready.sum()))
-        works = self._connection.work()
-        if before[0] == self._seen[0]:
-            self.silent = self.silent + passed
-        else:
+        beat = float(mark["beat"])
+        versions = int(table.ready.sum())
+        works = self.connection.work()
+        self.silent += passed
+        if beat != self._beat:
             self.silent = 0.0
-        if works or before[1] != self._seen[1] or not table.has_work():
+        self._unread += passed
+        # While there are requests, the engine has not sent all.
+        if works or versions != self._versions or self.connection.requests or not table.has_work():
             self._unread = 0.0
-        elif not self._connection.requests:  # while there are any, the engine has not sent all
-            self._unread += passed
+        self._beat = beat
+        self._versions = versions
         return self._verdict(works)
 
     def _counted(self, heart: int, passed: float) -> float:
@@ -106,11 +109,11 @@ class Watch:
             if hidden:
                 limit = min(limit, self._most)
             if max(0.0, work.seconds) + hidden > limit or (work.phase == "load" and work.wall > LOAD_WALL_SECONDS):
-                return work.phase, work
+                return work.phase, [work]
         if self.silent > self._most:
-            return "frozen", None
+            return "frozen", []
         if self._unread > self._most and self.silent < _LOCKED_SECONDS:
-            return "transfer", None
+            return "transfer", []
         if self._process is not None and processes.resident_bytes(self._process) > self._memory:
-            return "memory", works[-1] if works else None
+            return "memory", works[-1:]
         return None

@@ -11,7 +11,7 @@ import pytest
 from thread_cluster import ConnectedPair
 
 from actors.packages import receive
-from actors.protocol import Channel, Segment, attach, connect
+from actors.protocol import Channel, SlotTable, connect, create_table
 
 
 def test_the_end_of_the_other_side_is_noticed() -> None:
@@ -47,27 +47,37 @@ def test_a_worker_that_does_not_read_blocks_nothing() -> None:
 def test_one_worker_connects_or_none() -> None:
     pair = ConnectedPair()
     with pytest.raises(ConnectionRefusedError):
-        connect(pair.channel.path)
+        connect(pair.channel.name, 2, 2)
     pair.connection.close()
     channel = Channel()
-    assert not channel.accept(0.05)
+    with pytest.raises(TimeoutError):
+        channel.accept(0.05, 2, 2)
     channel.send(b"x")
     channel.close()
 
 
-def test_only_the_nonce_proves_that_it_is_the_same_memory() -> None:
-    segment = Segment(2, 2)
-    assert attach(segment.name) is not None
-    for wrong in ({"nonce": bytes(32)}, {"slots": 3}, {"fd": 10**6}, {"pid": 2**22}):
-        assert attach(segment.name._replace(**wrong)) is None
-    segment.close()
-    segment.close()
-    assert attach(segment.name) is None
+def test_a_worker_in_another_container_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Channel()
+    monkeypatch.setattr("actors.protocol.os.readlink", lambda _: "pid:[1]")
+    with pytest.raises(ConnectionRefusedError):
+        connect(channel.name, 2, 2)
+    channel.close()
+
+
+def test_both_ends_have_the_same_table_and_no_descriptor_is_left() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    pair = ConnectedPair()
+    for name in SlotTable.__dataclass_fields__:
+        column = getattr(pair.table, name)
+        column.view("u1")[-1] = 7
+        assert (getattr(pair.workers_table, name).view("u1") == column.view("u1")).all()
+        assert column.flags.aligned
+    pair.connection.close()
+    del pair, column
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_the_table_cannot_be_shrunk() -> None:
-    segment = Segment(2, 2)
-    fd = os.open(f"/proc/{os.getpid()}/fd/{segment.name.fd}", os.O_RDWR)
-    with pytest.raises(PermissionError):
-        os.ftruncate(fd, 10)
-    os.close(fd)
+    _, memory = create_table(2, 2)
+    with memory, pytest.raises(PermissionError):
+        memory.truncate(10)

@@ -91,10 +91,10 @@ def test_memory_that_cannot_be_written_is_closed(monkeypatch: pytest.MonkeyPatch
 
 def test_a_large_frame_is_sealed_once_however_often_it_is_sent() -> None:
     channel = Channel()
-    connecting = Thread(target=lambda: ends.extend(connect(channel.path)))
+    connecting = Thread(target=lambda: ends.extend(connect(channel.name, 2, 2)[:2]))
     ends: list[socket.socket] = []
     connecting.start()
-    channel.accept(5.0)
+    channel.accept(5.0, 2, 2)
     connecting.join()
     while True:  # until the socket takes no more
         channel.send(bytes(1 << 20))

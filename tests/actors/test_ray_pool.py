@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -19,15 +20,16 @@ from byte_vocabulary import BYTES, WORDS
 from driven_pool import compile_pids
 from ray_clusters import environment, run
 
-from actors import RayPool, processes
+from actors import RayPool
 from actors.cluster import Cluster
+from actors.protocol import Channel
 from guided.constraint import Constraint
 from guided.errors import PoolUnavailable
 from guided.pools.options import NodePlacement
 from guided.sequence import GuidedSequence
 
 WAIT = 120.0
-LOCAL = (NodePlacement.parse("local"), 0.0)
+LOCAL = (NodePlacement.parse("local"), 0.0, 1)
 ENDLESS = Constraint.regex("(a|b)*a(a|b){20}")
 
 
@@ -64,6 +66,14 @@ def test_it_has_no_more_processes_than_needed(local_ray: None) -> None:
     assert "ray::IDLE" not in names
 
 
+def test_nothing_is_left_of_a_driver_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("subprocess.Popen", Mock(side_effect=BlockingIOError("no more processes")))
+    with pytest.raises(PoolUnavailable, match="cannot start a local Ray: no more processes"):
+        Cluster(None).session(threading.Event())
+    assert not list(tmp_path.iterdir())
+
+
 def test_its_token_is_its_own_and_for_this_user_only(local_ray: None) -> None:
     environment = local_raylet().environ()
     assert environment["RAY_AUTH_MODE"] == "token"
@@ -77,6 +87,7 @@ def test_its_token_is_its_own_and_for_this_user_only(local_ray: None) -> None:
 JOIN = """
 import sys, threading
 from actors.cluster import Cluster
+from actors.protocol import Channel
 from guided.errors import PoolUnavailable
 try:
     cluster = Cluster.join(sys.argv[1])
@@ -134,11 +145,14 @@ def test_the_driver_ends_with_the_engine_while_ray_is_silent() -> None:
 
 
 def test_an_actor_ends_with_its_session(local_ray: None) -> None:
-    cluster, arguments = Cluster.join(), (*LOCAL, 0, BYTES, 1 << 30, False, ())
+    cluster, channel = Cluster.join(), Channel()
+    arguments = (*LOCAL, 0, (channel.name, 8, WORDS), BYTES, 1 << 30, False, ())
     with contextlib.closing(cluster.session(threading.Event())) as session:
         pid = session.ask("start", "create", *arguments).pid
-        with pytest.raises(PoolUnavailable, match="no_such_method"):
-            session.ask("answer", "call", "no_such_method")
+    channel.close()
+    session = cluster.session(threading.Event())
+    with contextlib.closing(session), pytest.raises(PoolUnavailable, match="no_such_method"):
+        session.ask("answer", "no_such_method")
     assert not psutil.pid_exists(pid) or psutil.Process(pid).wait(WAIT) is None
     stopping = threading.Event()
     stopping.set()
@@ -221,6 +235,6 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) 
 
 
 def test_another_version_of_the_package_is_refused(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "package_version", lambda: "0.0.1")
+    monkeypatch.setattr("actors.ray_pool.version", lambda _: "0.0.1")
     with pytest.raises(PoolUnavailable, match=r"has version .* of guided, and this process 0\.0\.1: install the same"):
         RayPool(BYTES, num_actors=1).started()

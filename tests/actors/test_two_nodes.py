@@ -56,6 +56,7 @@ from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from driven_pool import copy_masks, until
 from actors import RayPool, ray_pool
 from actors.cluster import Cluster
+from actors.protocol import Channel
 from engine.server.commands import doctor
 from engine.server.options import ServeOptions
 from guided.constraint import Constraint
@@ -87,8 +88,10 @@ nodes = {}
 with contextlib.ExitStack() as stack:
     for placement in ("guided_mask", "pool=masks", "local"):
         session = stack.enter_context(contextlib.closing(joined.session(threading.Event())))
-        where = joined.reserved(RayPoolOptions(placement=placement, actor_cpus=0.2))
-        nodes[placement] = session.ask("start", "create", *where, 0, BYTES, 1 << 30, False, ()).node_id
+        where = joined.reserved(RayPoolOptions(placement=placement, actor_cpus=0.2, num_actors=1))
+        channel = stack.enter_context(contextlib.closing(Channel()))
+        arguments = (0, (channel.name, 8, WORDS), BYTES, 1 << 30, False, ())
+        nodes[placement] = session.ask("start", "create", *where, *arguments).node_id
 print(nodes["guided_mask"] == nodes["pool=masks"] != nodes["local"])
 
 for wrong in ({"placement": "nonesuch"}, {"num_actors": 5}):

@@ -23,7 +23,7 @@ class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_remote: bool = False) -> None:
         self.pair = ConnectedPair()
         weakref.finalize(self, self.pair.connection.close)
-        self.mark = self.pair.segment.table.mark
+        self.mark = self.pair.table.mark
         self.now, self.state, self.times, self.memory = 0.0, "S", (0.0, 0.0), 0
         monkeypatch.setattr(watch.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(watch, "thread_state", lambda *_: self.state)
@@ -51,8 +51,9 @@ class Scene:
             self.times = (self.times[0] + 0.2 - waits, self.times[1] + waits)
             verdict = self.watch.look()
             if verdict is not None:
-                cause, work = verdict
-                return cause, None if work is None else work.subject, round(self.now - began)
+                cause, works = verdict
+                subject = works[0].subject if works else None
+                return cause, subject, round(self.now - began)
         return None
 
 
@@ -140,13 +141,13 @@ def test_an_import_has_a_longer_limit(scene: Scene) -> None:
 
 
 def test_one_that_begins_with_nothing_is_ended(scene: Scene) -> None:
-    scene.pair.segment.table.target[0] = 7
+    scene.pair.table.target[0] = 7
     assert scene.end(beats=True) == ("transfer", None, 5)
 
 
 def test_what_the_engine_has_not_sent_is_no_fault_of_the_actor(scene: Scene) -> None:
-    scene.pair.segment.table.target[0] = ~7
-    scene.pair.connection.requests.append(Free(0, ~7))
+    scene.pair.table.target[0] = ~7
+    scene.pair.connection.requests.append(Free(0))
     assert scene.end(beats=True) is None
 
 

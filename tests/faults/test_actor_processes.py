@@ -14,7 +14,7 @@ from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, freeze, gone, placement, until
 from faulty_backend import faulty
 
-from actors import RayPool, processes
+from actors import RayPool
 from guided.errors import GrammarLoadTimeout, MaskTimeout, WorkerDied
 
 
@@ -153,7 +153,7 @@ def test_an_actor_that_does_not_start_is_down_and_others_go_on(
     pid = driven.pid_of(sequences[0])
     (down,) = [worker.index for worker in driven.pool.status().workers if worker.pid == pid]
     staying = [each for each in sequences if driven.pid_of(each) != pid]
-    monkeypatch.setattr(processes, "package_version", lambda: "another")
+    monkeypatch.setattr("actors.ray_pool.version", lambda _: "another")
     os.kill(pid, signal.SIGKILL)
 
     def state() -> str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -271,6 +272,17 @@ def test_a_constraint_is_refused_while_all_processes_are_busy(tmp_path: Path) ->
         go_on.touch()
         for future in busy:
             future.result(WAIT)
+
+
+def test_a_constraint_without_a_thread_waits_for_the_next_one(
+    patient_compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", Mock(side_effect=RuntimeError("can't start new thread")))
+        future = patient_compiler.compile(new(), [NAME])
+    assert not future.done()
+    quick(patient_compiler)
+    future.result(WAIT)
 
 
 def test_its_processes_give_precedence_to_all_others(compiler: Compiler) -> None:

@@ -16,7 +16,7 @@ from model_families import FAMILIES
 from serving import wait_until
 from transformers import PreTrainedTokenizerFast
 
-from actors import RayPool, processes
+from actors import RayPool
 from engine.llm_engine import LLMEngine
 from engine.model.loader import LoadedModel, prepare_model
 from engine.outputs import RequestOutput
@@ -125,7 +125,7 @@ def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
 ) -> None:
     waiting: set[str] = set()
     pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, pool_wait=3.0).started()
-    monkeypatch.setattr(processes, "package_version", lambda: "another")  # the next ones are refused
+    monkeypatch.setattr("actors.ray_pool.version", lambda _: "another")  # the next ones are refused
 
     def kill_all(engine: LLMEngine) -> None:
         kill_actors(pool)

@@ -19,7 +19,7 @@ from scripted_grammar import ScriptedGrammar, SlowGrammar
 from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
 from actors.packages import CompileResult, Package, buffer, receive_package
-from actors.protocol import Channel, Segment, attach, connect, hang_up
+from actors.protocol import Channel, connect, hang_up
 from actors.server import StepServer
 from guided.backends.base import CompiledGrammar
 from guided.constraint import Constraint
@@ -39,14 +39,13 @@ class ConnectedPair:
     """Both ends of a channel, and the slot table between them."""
 
     def __init__(self, *, slots: int = 8, index: int = 0, max_cache_bytes: int = 1 << 20) -> None:
-        self.segment = Segment(slots, WORDS)
         self.channel = Channel()
-        self.end, self.grammars = connect(self.channel.path)
-        assert self.channel.accept(10)
+        self.end, self.grammars, self.workers_table = connect(self.channel.name, slots, WORDS)
+        self.table = self.channel.accept(10, slots, WORDS)
         weakref.finalize(self, self.grammars.close)
         weakref.finalize(self, self.end.close)
         name = f"mask worker {index}"
-        self.connection = WorkerConnection(name, os.getpid(), self.channel, self.segment, max_cache_bytes)
+        self.connection = WorkerConnection(name, os.getpid(), self.channel, self.table, max_cache_bytes)
 
     def receive_grammar(self) -> Any:
         """Wait for the next grammar."""
@@ -75,13 +74,11 @@ class ThreadActor:
         self.connection = self.pair.connection
         self.worker = MaskWorker(BYTES)
         self.backend = ScriptedBackend(grammars)
-        table = attach(self.pair.segment.name)
-        assert table is not None
-        self.table = table
+        self.table = self.pair.workers_table
         self.ended = threading.Event()
         """The server has given up: the process of a real actor ends here."""
         backends, pair = {"scripted": self.backend}, self.pair
-        StepServer(self.worker, backends, pair.end, pair.receive_grammar, table, False, self._give_up).start()
+        StepServer(self.worker, backends, pair.end, pair.receive_grammar, self.table, False, self._give_up).start()
         _living.append(self)
 
     def _give_up(self) -> None:
@@ -148,9 +145,8 @@ class Cluster:
         connection = self.actors[index].connection
         end = partial(self.dispatcher.end, connection, WorkerDied(f"worker {index} died"))
         if hung:
-            works = connection.work()
-            culprit = works[0] if works else None
-            end = partial(self.dispatcher.end, connection, MaskTimeout(f"worker {index} hung"), "fill", culprit)
+            works = connection.work()[:1]
+            end = partial(self.dispatcher.end, connection, MaskTimeout(f"worker {index} hung"), "fill", works)
         self.dispatcher.announce(end)
 
     def close(self) -> None:

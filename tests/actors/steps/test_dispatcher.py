@@ -315,8 +315,8 @@ def test_a_constraint_that_ends_two_workers_is_in_quarantine(cause: EndCause, mo
         cluster.submit((number, ""))
         assert cluster.slow.reached.wait(WAIT)
         actor = cluster.actors[cluster.where(number)].connection
-        culprit = actor.work()[0] if cause == "fill" else None
-        cluster.dispatcher.announce(partial(cluster.dispatcher.end, actor, WorkerDied("ended"), cause, culprit))
+        works = actor.work()[:1] if cause == "fill" else []
+        cluster.dispatcher.announce(partial(cluster.dispatcher.end, actor, WorkerDied("ended"), cause, works))
         cluster.collect(0.0)
         cluster.dispatcher.free([number])
     cluster.slow.release.set()
@@ -375,7 +375,7 @@ def test_what_workers_are_frozen_with_is_not_replayed_for_ever(max_replays: int,
         assert cluster.collect(0.0) == ["late"]
         assert cluster.slow.reached.wait(WAIT)
         actor = cluster.actors[cluster.where(1)].connection
-        cluster.dispatcher.announce(partial(cluster.dispatcher.end, actor, WorkerDied("frozen"), "frozen", None))
+        cluster.dispatcher.announce(partial(cluster.dispatcher.end, actor, WorkerDied("frozen"), "frozen"))
     assert kinds(cluster.step((1, ""))) == [WorkerDied]
     cluster.close()
 

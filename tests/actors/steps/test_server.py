@@ -43,7 +43,6 @@ from actors.protocol import (
     Request,
     SlotTable,
     Unload,
-    attach,
     freed,
     hang_up,
 )
@@ -81,11 +80,16 @@ class RemoteActor:
             return references
 
         self.steps = RemoteSteps()
-        self.steps.begin(len(self.pair.segment.table.ready), WORDS, start, fetch)
-        table = attach(self.pair.segment.name)
-        assert table is not None
+        self.steps.begin(len(self.pair.table.ready), WORDS, start, fetch)
         pair, steps = self.pair, self.steps
-        forward(pair.end, pair.grammars, table, steps.deliver, lambda grammar: steps.load([grammar]), self._collect)
+        forward(
+            pair.end,
+            pair.grammars,
+            pair.workers_table,
+            steps.deliver,
+            lambda grammar: steps.load([grammar]),
+            self._collect,
+        )
 
     def _collect(self) -> Lines:
         lines = self.steps.collect()
@@ -105,7 +109,7 @@ class Peer:
     def __init__(self, pair: ConnectedPair, *grammars: str) -> None:
         self.connection = pair.connection
         self.channel = pair.channel
-        self.table = pair.segment.table
+        self.table = pair.table
         self.numbers = {grammar: number for number, grammar in enumerate(grammars)}
         for grammar in grammars:
             self.channel.send(package_of(grammar), is_grammar=True)
@@ -126,7 +130,7 @@ class Peer:
 
     def free(self, slot: int) -> Free:
         self.table.target[slot] = freed(int(self.table.target[slot]))
-        return Free(slot, int(self.table.target[slot]))
+        return Free(slot)
 
     def answer(self, seconds: float = 10.0) -> Failed | bytes | None:
         poller = select.poll()
@@ -426,14 +430,11 @@ def test_the_channel_ends_with_an_actor_on_another_node(remote: RemoteActor) -> 
 
 def test_the_mark_of_an_actor_elsewhere_comes_with_its_lines() -> None:
     pair, answers = ConnectedPair(), queue.Queue[Lines]()
-    table = attach(pair.segment.name)
-    assert table is not None
-    forward(pair.end, pair.grammars, table, lambda *_: None, lambda *_: None, answers.get)
-    mark = pair.segment.table.mark.copy()
+    forward(pair.end, pair.grammars, pair.workers_table, lambda *_: None, lambda *_: None, answers.get)
+    mark = pair.table.mark.copy()
     mark["busy"][0, LOAD] = 7
     mark.setflags(write=False)  # as Ray returns it
-    nothing = np.empty(0, np.intp)
-    answers.put(Lines(nothing, {}, nothing.astype(np.int32), nothing.astype(np.int32), mark, []))
+    answers.put(Lines(np.empty(0, np.intp), {}, mark, []))
     until(lambda: [work.subject for work in pair.connection.work()] == [7])
     pair.connection.close()
 
