@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.json_text import JsonObject
 from guided.schema import string_pattern
 from guided.schema.canonical import CanonicalForm, canonical
 from guided.schema.keywords import Schema, escape, listed
@@ -108,7 +109,7 @@ class _Writer:
             return Series(())
         return self._repeated(item, least, most)
 
-    def _only(self, schema: Schema, kind: str, place: str, *keywords: str) -> tuple[CanonicalForm, dict[str, Any]]:
+    def _only(self, schema: Schema, kind: str, place: str, *keywords: str) -> tuple[CanonicalForm, JsonObject]:
         """Return the schema restricted to the type `kind`. Raises if it then has other keywords than `keywords`."""
         if place.count("/") > 2 * _MAX_NESTING:
             raise self._refusal(f"a schema that is nested deeper than {_MAX_NESTING} levels", place)
@@ -195,7 +196,7 @@ def _alone(schema: Schema, form: CanonicalForm) -> Schema:
 
 def _restricted(schema: Schema, types: tuple[str, ...]) -> CanonicalForm | None:
     """Return the canonical form of a schema restricted to `types`; None if no value satisfies it."""
-    document: dict[str, Any] = {"type": [*types]}
+    document: JsonObject = {"type": [*types]}
     if isinstance(schema, dict):
         part = {**schema}
         document = {"$defs": part.pop("$defs", {}), "allOf": [part, document]}
@@ -207,7 +208,7 @@ def _restricted(schema: Schema, types: tuple[str, ...]) -> CanonicalForm | None:
         return None
 
 
-def _root(form: CanonicalForm) -> dict[str, Any]:
+def _root(form: CanonicalForm) -> JsonObject:
     root: Any = form.root
     while isinstance(root, dict) and "$ref" in root:
         root = form.target(root)

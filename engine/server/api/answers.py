@@ -21,7 +21,11 @@ from engine.server.request.bodies import GuidedInfo, MaskTimes
 from engine.server.request.job import Job
 from engine.step.logprobs import TokenLogprobs
 from guided.errors import GuidedError, error_body
+from guided.json_text import JsonObject
 from guided.tools.output_parser import Piece
+
+Events = Iterator[JsonObject]
+"""Events of a stream, before they are written."""
 
 
 class Answer(ABC):
@@ -51,26 +55,26 @@ class Answer(ABC):
         """Write the answer of a request without `stream`, from one output per prompt. Runs in a worker thread."""
 
     @abstractmethod
-    def first_events(self) -> Iterator[dict[str, Any]]:
+    def first_events(self) -> Events:
         """Build the events before the first token."""
 
     @abstractmethod
-    def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+    def new_events(self, prompt: int, output: RequestOutput) -> Events:
         """Build the events for the text and tokens of `output` that are new since the last call."""
 
     @abstractmethod
-    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+    def last_events(self, finished: Sequence[RequestOutput]) -> Events:
         """Build the events after the last token."""
 
-    def failure(self, error: GuidedError) -> dict[str, Any]:
+    def failure(self, error: GuidedError) -> JsonObject:
         """Build the event that ends a stream with an error."""
         return error_body(error)
 
-    def event(self, data: dict[str, Any]) -> bytes:
+    def event(self, data: JsonObject) -> bytes:
         """Write an event."""
         return b"data: " + to_json(data) + b"\n\n"
 
-    def token_logprobs(self, output: CompletionOutput, places: Iterable[int]) -> list[dict[str, Any]]:
+    def token_logprobs(self, output: CompletionOutput, places: Iterable[int]) -> list[JsonObject]:
         """Describe the tokens at `places` of an output with log-probabilities, and their most likely alternatives."""
         top = self.job.params.logprobs or 0
         described = []
@@ -81,7 +85,7 @@ class Answer(ABC):
                 described.append({**self._token(output.token_ids[place], row.own), "top_logprobs": others})
         return described
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float) -> JsonObject:
         """Describe a token. The field `bytes` may contain only a part of a character."""
         code = list(self.context.texts.bytes_of(token))
         return {"token": self.written(token), "logprob": finite(logprob), "bytes": code}
@@ -94,7 +98,7 @@ class Answer(ABC):
 
     def guided_info(
         self, requests: Sequence[RequestOutput] = (), outputs: Sequence[CompletionOutput] = ()
-    ) -> dict[str, Any] | None:
+    ) -> JsonObject | None:
         """Build the field `guided`, with the figures that `outputs` of `requests` have at their end."""
         if self.guided is None:
             return None
@@ -138,14 +142,14 @@ class ChoicesAnswer(Answer):
         """Choice of a stream -> number of characters and of tokens that were sent, and whether the choice has ended."""
 
     @abstractmethod
-    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+    def message(self, index: int, output: CompletionOutput) -> JsonObject:
         """Build the part of a whole answer's choice that carries the text."""
 
     @abstractmethod
-    def content(self, text: str | None) -> dict[str, Any]:
+    def content(self, text: str | None) -> JsonObject:
         """Build the part of a chunk that carries new text. None: the choice has ended."""
 
-    def contents(self, index: int, output: CompletionOutput, sent: int) -> list[dict[str, Any]]:
+    def contents(self, index: int, output: CompletionOutput, sent: int) -> list[JsonObject]:
         """Build the parts of chunks for the text of `output` after its first `sent` characters."""
         text = output.text[sent:]
         if text:
@@ -157,17 +161,17 @@ class ChoicesAnswer(Answer):
         return output.finish_reason
 
     @abstractmethod
-    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
+    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> JsonObject | None:
         """Build the log-probabilities of the tokens `which`, or None if not requested. Called in token order."""
 
     @abstractmethod
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> JsonObject | None:
         """Build the part of the chunk before a choice's first token, or None for no such chunk."""
 
-    def _of_tokens(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any]:
+    def _of_tokens(self, index: int, output: CompletionOutput, which: slice) -> JsonObject:
         """Build the fields that report on the tokens `which`: `logprobs`, `token_ids`, `masks`."""
         in_text = which.indices(len(output.token_ids) - output.ends_with_stop_token)  # as OpenAI: without the end token
-        fields: dict[str, Any] = {"logprobs": self.logprobs(index, output, slice(*in_text))}
+        fields: JsonObject = {"logprobs": self.logprobs(index, output, slice(*in_text))}
         if self.job.reported.token_ids:
             fields["token_ids"] = output.token_ids[which]
         if (details := output.mask_details) is not None:
@@ -176,16 +180,16 @@ class ChoicesAnswer(Answer):
             fields["masks"] = {**masks, "kept_mass": details.kept_mass[which]}
         return fields
 
-    def _of_prompt(self, prompt: int, output: RequestOutput | None = None) -> dict[str, Any]:
+    def _of_prompt(self, prompt: int, output: RequestOutput | None = None) -> JsonObject:
         """Build the fields that report on a prompt. `output` has its log-probabilities."""
-        fields: dict[str, Any] = {}
+        fields: JsonObject = {}
         if self.job.reported.token_ids:
             fields["prompt_token_ids"] = self.job.prompts[prompt]
         if output is not None and output.prompt_logprobs is not None:
             fields["prompt_logprobs"] = [token and self._alternatives(token) for token in output.prompt_logprobs]
         return fields
 
-    def _alternatives(self, alternatives: TokenLogprobs) -> dict[int, dict[str, Any]]:
+    def _alternatives(self, alternatives: TokenLogprobs) -> dict[int, JsonObject]:
         """Describe a token of a prompt and its alternatives, as vLLM does."""
         return {
             token: {"logprob": finite(logprob), "rank": rank, "decoded_token": self.written(token)}
@@ -220,7 +224,7 @@ class ChoicesAnswer(Answer):
         answer["guided"] = self.guided_info(finished, completions)
         return to_json(answer)
 
-    def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+    def new_events(self, prompt: int, output: RequestOutput) -> Events:
         for completion in output.outputs:
             index = prompt * self.job.params.n + completion.index
             characters, tokens, ended = self._sent[index]
@@ -247,8 +251,8 @@ class ChoicesAnswer(Answer):
                     chunk["guided"] = self.guided_info([output], [completion])
                 yield chunk
 
-    def first_events(self) -> Iterator[dict[str, Any]]:
-        guided: dict[str, Any] = {}
+    def first_events(self) -> Events:
+        guided: JsonObject = {}
         if self.guided is not None:
             guided["guided"] = self.guided_info()
         for index in range(self.job.num_choices):
@@ -263,11 +267,11 @@ class ChoicesAnswer(Answer):
                     chunk |= of_prompt
                 yield chunk
 
-    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+    def last_events(self, finished: Sequence[RequestOutput]) -> Events:
         if self.job.reported.usage:
             yield {**self._head(self.chunk_object), "choices": [], "usage": usage_of(finished)}
 
-    def _chunk(self, index: int, fields: dict[str, Any], num_tokens: int = 0) -> dict[str, Any]:
+    def _chunk(self, index: int, fields: JsonObject, num_tokens: int = 0) -> JsonObject:
         """Build a chunk. `num_tokens`: number of output tokens of the choice so far."""
         choice = {"index": index, "logprobs": None, "finish_reason": None, **fields}
         chunk = {**self._head(self.chunk_object), "choices": [choice]}
@@ -277,7 +281,7 @@ class ChoicesAnswer(Answer):
             chunk["usage"] = usage(len(self.job.prompts[index // self.job.params.n]), num_tokens)
         return chunk
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> JsonObject:
         return {
             "id": self.job.request_id,
             "object": kind,
@@ -294,7 +298,7 @@ class PartsAnswer(Answer):
     def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
         self.parser = job.form.parser()
-        self.parts: list[dict[str, Any]] = []
+        self.parts: list[JsonObject] = []
         self.open: str | None = None
         """Kind of the piece that began the part that still grows. None: no part is open."""
         self.text = ""
@@ -302,20 +306,20 @@ class PartsAnswer(Answer):
         self._text_tokens = TokenPlaces(self.pieces)
 
     @abstractmethod
-    def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def begin(self, piece: Piece) -> Events:
         """Append the part that `piece` begins, and yield the events. The text of a call's piece is the called name."""
 
     @abstractmethod
-    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
         """Yield the events about new text of the open part. `logprobs` has the log-probabilities of its tokens, if the
         part is text and the request asks for them."""
 
     @abstractmethod
-    def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
+    def close(self, completion: CompletionOutput | None) -> Events:
         """Complete the open part with its text, and yield the events. `completion`: the output, if it has ended."""
 
     @abstractmethod
-    def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
+    def ended(self, finished: Sequence[RequestOutput]) -> JsonObject:
         """Build the body of a whole answer. Called when the last part is complete."""
 
     def whole(self, finished: Sequence[RequestOutput]) -> bytes:
@@ -323,7 +327,7 @@ class PartsAnswer(Answer):
             pass
         return to_json(self.ended(finished))
 
-    def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+    def new_events(self, prompt: int, output: RequestOutput) -> Events:
         [completion] = output.outputs
         has_ended = completion.finish_reason is not None
         pieces = self.parser.feed(completion.text, completion.has_stopped)
@@ -343,17 +347,17 @@ class PartsAnswer(Answer):
         if has_ended:
             yield from self._close(completion)
 
-    def _logprobs_of(self, piece: Piece, completion: CompletionOutput) -> list[dict[str, Any]]:
+    def _logprobs_of(self, piece: Piece, completion: CompletionOutput) -> list[JsonObject]:
         if completion.logprobs is None or piece.kind != "text":
             return []
         places = self._text_tokens.between(piece.end - len(piece.text), piece.end, completion.token_ids)
         return self.token_logprobs(completion, places)
 
-    def event(self, data: dict[str, Any]) -> bytes:
+    def event(self, data: JsonObject) -> bytes:
         kind: str = data["type"]
         return b"event: " + kind.encode() + b"\n" + super().event(data)
 
-    def _close(self, completion: CompletionOutput | None = None) -> Iterator[dict[str, Any]]:
+    def _close(self, completion: CompletionOutput | None = None) -> Events:
         if self.open is not None:
             yield from self.close(completion)
             self.open = None
@@ -407,7 +411,7 @@ def to_json(data: Any) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-def usage_of(finished: Sequence[RequestOutput]) -> dict[str, Any]:
+def usage_of(finished: Sequence[RequestOutput]) -> JsonObject:
     """Count the tokens of an answer. A prompt counts once, for any n."""
     prompt = sum(len(output.prompt_token_ids) for output in finished)
     cached = sum(output.num_cached_tokens or 0 for output in finished)
@@ -417,5 +421,5 @@ def usage_of(finished: Sequence[RequestOutput]) -> dict[str, Any]:
     return {**usage(prompt, generated), "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-def usage(prompt: int, completion: int) -> dict[str, Any]:
+def usage(prompt: int, completion: int) -> JsonObject:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

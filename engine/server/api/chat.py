@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -21,6 +20,7 @@ from engine.server.request.job import Job, check_size, ignored_fields, sampling_
 from engine.server.request.prompts import encode_body
 from engine.server.request.tools import output_form, requested_calls
 from guided.errors import ContextLengthExceeded, InvalidConstraint, InvalidRequest
+from guided.json_text import JsonObject
 from guided.tools.output_parser import Piece
 
 MAX_TRIES = 16
@@ -145,8 +145,8 @@ class _ChatAnswer(ChoicesAnswer):
         super().__init__(context, job, guided)
         self._parsers = [job.form.parser() for _ in range(job.num_choices)]
 
-    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        calls: list[dict[str, Any]] = []
+    def message(self, index: int, output: CompletionOutput) -> JsonObject:
+        calls: list[JsonObject] = []
         texts = {"text": "", "reasoning": ""}
         for piece in self._parsers[index].feed(output.text, output.has_stopped):
             if piece.kind in _CALLS:
@@ -155,7 +155,7 @@ class _ChatAnswer(ChoicesAnswer):
                 texts[piece.kind] += piece.text
             else:
                 calls[piece.index][_OWNERS[piece.kind]][piece.kind] += piece.text
-        message: dict[str, Any] = {"role": "assistant", "content": texts["text"], "refusal": None}
+        message: JsonObject = {"role": "assistant", "content": texts["text"], "refusal": None}
         if texts["reasoning"]:
             message["reasoning_content"] = texts["reasoning"]
         if calls:
@@ -163,15 +163,15 @@ class _ChatAnswer(ChoicesAnswer):
             message["content"] = texts["text"] or None
         return {"message": message}
 
-    def _call(self, piece: Piece) -> dict[str, Any]:
+    def _call(self, piece: Piece) -> JsonObject:
         kind, field = _CALLS[piece.kind]
         return {"id": self.job.new_call_id(), "type": kind, kind: {"name": piece.text, field: ""}}
 
-    def contents(self, index: int, output: CompletionOutput, sent: int) -> list[dict[str, Any]]:
+    def contents(self, index: int, output: CompletionOutput, sent: int) -> list[JsonObject]:
         pieces = self._parsers[index].feed(output.text, output.has_stopped)
         return [{"delta": self.delta(piece)} for piece in pieces]
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
+    def delta(self, piece: Piece) -> JsonObject:
         """Build the delta of a chunk for a piece of the output."""
         match piece.kind:
             case "text":
@@ -190,15 +190,15 @@ class _ChatAnswer(ChoicesAnswer):
             return "tool_calls"
         return output.finish_reason
 
-    def opening(self, index: int) -> dict[str, Any]:
+    def opening(self, index: int) -> JsonObject:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def content(self, text: str | None) -> dict[str, Any]:
+    def content(self, text: str | None) -> JsonObject:
         if text is None:
             return {"delta": {}}
         return {"delta": {"content": text}}
 
-    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
+    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> JsonObject | None:
         if output.logprobs is None:
             return None
         places = range(len(output.token_ids))[which]
@@ -208,13 +208,13 @@ class _ChatAnswer(ChoicesAnswer):
 class _FunctionsAnswer(_ChatAnswer):
     """The answer to a request with `functions`, the former name of tools: a message has one `function_call`."""
 
-    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+    def message(self, index: int, output: CompletionOutput) -> JsonObject:
         message = super().message(index, output)["message"]
         for call in message.pop("tool_calls", []):
             message["function_call"] = call["function"]
         return {"message": message}
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
+    def delta(self, piece: Piece) -> JsonObject:
         delta = super().delta(piece)
         if "tool_calls" in delta:
             return {"function_call": delta["tool_calls"][0]["function"]}

@@ -18,6 +18,7 @@ from engine.server.request.constraints import requested_constraint
 from engine.server.request.job import Job, OutputForm, check_size, ignored_fields, sampling_params
 from engine.server.request.prompts import encode
 from guided.errors import InvalidRequest
+from guided.json_text import JsonObject
 
 router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
@@ -81,19 +82,19 @@ class _TextAnswer(ChoicesAnswer):
         self._places = [TokenPlaces(self.pieces) for _ in range(job.num_choices)]
         """Places of the tokens that have their log-probabilities, by choice."""
 
-    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+    def message(self, index: int, output: CompletionOutput) -> JsonObject:
         return {"text": self._echoed(index) + output.text}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> JsonObject | None:
         text = self._echoed(index)
         if text:
             return self.content(text)
         return None
 
-    def content(self, text: str | None) -> dict[str, Any]:
+    def content(self, text: str | None) -> JsonObject:
         return {"text": text or ""}
 
-    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
+    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> JsonObject | None:
         """Build OpenAI's older shape. `text_offset` is the place of a token in the text, in characters.
 
         A token that begins inside a character has the offset of that character. A token without text has the offset of

@@ -16,9 +16,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.api.answers import PartsAnswer, usage_of
+from engine.server.api.answers import Events, PartsAnswer, usage_of
 from engine.server.api.chat import build_job_that_fits
-from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
+from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse, RouteResponses
 from engine.server.context import Context, ServerContext
 from engine.server.http_errors import MESSAGES_PATH, message_error
 from engine.server.options import DEFAULT_MODEL
@@ -41,6 +41,7 @@ from engine.server.request.bodies import (
 from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
 from engine.server.request.job import Job
 from guided.errors import GuidedError, InvalidRequest
+from guided.json_text import JsonObject
 from guided.tools.output_parser import Piece
 
 EXAMPLE = {
@@ -67,7 +68,7 @@ class Block(TypedBody):
     data: str | None = Field(default=None, description="Thoughts that are not shown. Without effect.")
     id: str | None = Field(default=None, min_length=1)
     name: str | None = Field(default=None, min_length=1)
-    input: dict[str, Any] | None = None
+    input: JsonObject | None = None
     tool_use_id: str | None = Field(default=None, min_length=1)
     content: str | Many[TextPart] | None = Field(default=None, description="The result of a tool.")
 
@@ -108,7 +109,7 @@ class InputMessage(Body):
 class InputTool(OfferedTool):
     """A tool that the client runs, or a hosted tool."""
 
-    parameters: dict[str, Any] | None = Field(default=None, alias="input_schema")
+    parameters: JsonObject | None = Field(default=None, alias="input_schema")
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
@@ -123,7 +124,7 @@ class ToolChoice(Body):
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
-    def for_chat(self) -> str | dict[str, Any]:
+    def for_chat(self) -> str | JsonObject:
         """Return the `tool_choice` of a chat."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name or ""}}
@@ -159,7 +160,7 @@ class CountTokensRequest(GenerationRequest):
         default=None, description="The former place of `output_config.format`."
     )
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    thread: dict[str, Any] | None = Field(default=None, description="Refused: send all messages of the conversation.")
+    thread: JsonObject | None = Field(default=None, description="Refused: send all messages of the conversation.")
     # A message has one output, while a chat may have several.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
@@ -173,7 +174,7 @@ class CountTokensRequest(GenerationRequest):
             fields["response_format"] = config.format or self.output_format
         if self.stop_sequences is not None:
             fields["stop"] = self.stop_sequences
-        variables: dict[str, Any] = {}
+        variables: JsonObject = {}
         if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
             on = self.thinking.type == "enabled"
             variables = thinking_variables(on)
@@ -228,7 +229,7 @@ class MessageError(BaseModel):
     error: MessageErrorDetail
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": MessageError} for status in ("4XX", "5XX")}
+_ERRORS: RouteResponses = {status: {"model": MessageError} for status in ("4XX", "5XX")}
 router = APIRouter(tags=["generation"], route_class=BodyRoute, responses=_ERRORS)
 
 
@@ -265,7 +266,7 @@ def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> 
     return build_job_that_fits(chat, context, f"msg_{uuid.uuid4().hex}", request.state.request_id)
 
 
-_BLOCKS: dict[str, dict[str, Any]] = {
+_BLOCKS: dict[str, JsonObject] = {
     "text": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
     "call": {"type": "tool_use", "input": {}},
@@ -282,31 +283,31 @@ _DELTAS = {
 class _MessageAnswer(PartsAnswer):
     """An answer of Anthropic's API. The parts are content blocks."""
 
-    def first_events(self) -> Iterator[dict[str, Any]]:
+    def first_events(self) -> Events:
         usage = {"input_tokens": len(self.job.prompts[0]), "output_tokens": 0}
         yield {"type": "message_start", "message": self._message(usage=usage, guided=self.guided_info())}
 
-    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+    def last_events(self, finished: Sequence[RequestOutput]) -> Events:
         message = self.ended(finished)
         stop = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": stop, "usage": message["usage"], "guided": message["guided"]}
         yield {"type": "message_stop"}
 
-    def failure(self, error: GuidedError) -> dict[str, Any]:
+    def failure(self, error: GuidedError) -> JsonObject:
         return message_error(error)
 
-    def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def begin(self, piece: Piece) -> Events:
         block = {**_BLOCKS[piece.kind]}
         if piece.kind == "call":
             block |= {"id": self.job.new_call_id(), "name": piece.text}
         self.parts.append(block)
         yield self._event("start", content_block=block)
 
-    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
         name, field = _DELTAS[self.open or "text"]
         yield self._event("delta", delta={"type": name, field: text})
 
-    def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
+    def close(self, completion: CompletionOutput | None) -> Events:
         block = self.parts[-1]
         match self.open:
             case "call":
@@ -320,7 +321,7 @@ class _MessageAnswer(PartsAnswer):
                 block["text"] = self.text
         yield self._event("stop")
 
-    def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
+    def ended(self, finished: Sequence[RequestOutput]) -> JsonObject:
         [completion] = finished[0].outputs
         counted = usage_of(finished)
         cached = counted["prompt_tokens_details"]["cached_tokens"]
@@ -338,7 +339,7 @@ class _MessageAnswer(PartsAnswer):
             message["stop_sequence"] = completion.stop_reason
         return message
 
-    def _message(self, **fields: Any) -> dict[str, Any]:
+    def _message(self, **fields: Any) -> JsonObject:
         message = {
             "id": self.job.request_id,
             "type": "message",
@@ -361,6 +362,6 @@ class _MessageAnswer(PartsAnswer):
             return "stop_sequence"
         return "end_turn"
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> JsonObject:
         """Build an event about the last block."""
         return {"type": f"content_block_{kind}", "index": len(self.parts) - 1, **fields}

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.api.answers import PartsAnswer, usage_of
+from engine.server.api.answers import Events, PartsAnswer, usage_of
 from engine.server.api.chat import build_job
 from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
@@ -40,6 +40,7 @@ from engine.server.request.bodies import (
 from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
 from engine.server.request.job import Job
 from guided.errors import GuidedError, error_body
+from guided.json_text import JsonObject
 from guided.tools.output_parser import Piece
 
 EXAMPLE = {
@@ -223,9 +224,9 @@ def _job(body: ResponsesRequest, request: Request, context: ServerContext) -> Jo
     return build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
 
 
-def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
+def _settings(body: ResponsesRequest, job: Job) -> JsonObject:
     """Return the settings of the request that the answer repeats."""
-    text: dict[str, Any] = {"format": {"type": "text"}}
+    text: JsonObject = {"format": {"type": "text"}}
     if body.text is not None and body.text.format is not None:
         text = body.text.model_dump(by_alias=True, exclude_unset=True)
     return {
@@ -246,13 +247,13 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
 class _Kind(NamedTuple):
     """The form of the items of one kind."""
 
-    item: dict[str, Any]
+    item: JsonObject
     """Constant fields of the item."""
     prefix: str
     """Prefix of the item's id."""
     events: str
     """First part of the names of the events about the item's text."""
-    part: dict[str, Any] | None = None
+    part: JsonObject | None = None
     """Constant fields of the item's only content part. None: the item is a call, which has the text in a field."""
     field: str = "text"
     """Field of the text in the item or its content part, and in the event that ends the text."""
@@ -272,29 +273,29 @@ _KINDS = {
 class _ResponseAnswer(PartsAnswer):
     """An answer of the Responses API. The parts are items. It repeats `settings`, the settings of the request."""
 
-    def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
+    def __init__(self, settings: JsonObject, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
         self._settings = settings
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[JsonObject] = []
         """Log-probabilities of the tokens of the open part."""
         self._numbers = count()
 
-    def first_events(self) -> Iterator[dict[str, Any]]:
+    def first_events(self) -> Events:
         for status in ("created", "in_progress"):
             yield {"type": f"response.{status}", "response": self._response("in_progress")}
 
-    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+    def last_events(self, finished: Sequence[RequestOutput]) -> Events:
         response = self.ended(finished)
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def failure(self, error: GuidedError) -> dict[str, Any]:
+    def failure(self, error: GuidedError) -> JsonObject:
         response = self._response("failed", error=error_body(error)["error"])
         return {"type": "response.failed", "response": response}
 
-    def event(self, data: dict[str, Any]) -> bytes:
+    def event(self, data: JsonObject) -> bytes:
         return super().event({**data, "sequence_number": next(self._numbers)})
 
-    def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def begin(self, piece: Piece) -> Events:
         kind = _KINDS[piece.kind]
         item = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", **kind.item, "status": "in_progress"}
         if kind.part is None:
@@ -307,11 +308,11 @@ class _ResponseAnswer(PartsAnswer):
         if kind.part is not None:
             yield self._about_text("response.content_part.added", part={**kind.part, kind.field: ""})
 
-    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
         self._logprobs += logprobs
         yield self._about_text(f"{self._kind.events}.delta", delta=text, logprobs=logprobs)
 
-    def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
+    def close(self, completion: CompletionOutput | None) -> Events:
         kind = self._kind
         item = self.parts[-1]
         text = {kind.field: self.text}
@@ -327,7 +328,7 @@ class _ResponseAnswer(PartsAnswer):
             yield self._about_text("response.content_part.done", part=part)
         yield self._about_item("response.output_item.done", item=item)
 
-    def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
+    def ended(self, finished: Sequence[RequestOutput]) -> JsonObject:
         [completion] = finished[0].outputs
         status = _status(completion)
         counted = usage_of(finished)
@@ -343,7 +344,7 @@ class _ResponseAnswer(PartsAnswer):
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return response
 
-    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+    def _response(self, status: str, **fields: Any) -> JsonObject:
         response = {
             "id": self.job.request_id,
             "created_at": self.created,
@@ -372,10 +373,10 @@ class _ResponseAnswer(PartsAnswer):
     def _kind(self) -> _Kind:
         return _KINDS[self.open or "text"]
 
-    def _about_item(self, event: str, **fields: Any) -> dict[str, Any]:
+    def _about_item(self, event: str, **fields: Any) -> JsonObject:
         return {"type": event, "output_index": len(self.parts) - 1, **fields}
 
-    def _about_text(self, event: str, **fields: Any) -> dict[str, Any]:
+    def _about_text(self, event: str, **fields: Any) -> JsonObject:
         if self._kind.part is not None:
             fields["content_index"] = 0
         return self._about_item(event, item_id=self.parts[-1]["id"], **fields)

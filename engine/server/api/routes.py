@@ -111,9 +111,11 @@ def parse(raw: bytes, request: Request, body_type: type[BaseModel], context: Ser
         raise shape_error(error.errors(include_url=False, include_input=False)) from None
 
 
+RouteResponses = dict[int | str, dict[str, Any]]
+"""The type of the argument `responses` of routes, for the documentation page."""
 _ANSWER = "An answer as the API's own documentation says, or its events (`stream`), plus `guided`: how it was made."
-RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": _ANSWER, "content": {"text/event-stream": {}}}}
-"""The argument `responses` of the routes, for the documentation page."""
+RESPONSES: RouteResponses = {200: {"description": _ANSWER, "content": {"text/event-stream": {}}}}
+"""The argument `responses` of routes that run a job."""
 
 
 class JobResponse(Response):

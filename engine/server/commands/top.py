@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.server.commands.parameters import reported
+from guided.json_text import JsonObject
 
 _SECONDS = 5.0
 """Time limit of a request to the server."""
@@ -130,7 +131,7 @@ def _numbers(before: Snapshot, now: Snapshot) -> Table:
     return table
 
 
-def _actors(actors: list[dict[str, Any]]) -> Table:
+def _actors(actors: list[JsonObject]) -> Table:
     columns = ("index", "node", "pid", "state", "open_sequences", "restarts", "last_end")
     table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
     for actor in actors:

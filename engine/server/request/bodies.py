@@ -17,8 +17,9 @@ from pydantic_core import PydanticCustomError
 
 from engine.server.request.fields import REFUSED, Body, ConstraintFields, Many, NvextFields, SglangFields, name_here
 from guided.errors import InvalidRequest
+from guided.json_text import JsonObject
 
-CHAT_EXAMPLE: dict[str, Any] = {
+CHAT_EXAMPLE: JsonObject = {
     "messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}],
     "json_schema": {
         "type": "object",
@@ -27,7 +28,7 @@ CHAT_EXAMPLE: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
-COMPLETION_EXAMPLE: dict[str, Any] = {"prompt": "A date: ", "regex": "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"}
+COMPLETION_EXAMPLE: JsonObject = {"prompt": "A date: ", "regex": "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"}
 """Examples on the documentation page, which `guided serve` prints too."""
 
 
@@ -107,12 +108,12 @@ class GenerationRequest(ConstraintFields):
         default=None, description="Log-probabilities of the model (raw), or after the mask."
     )
     mask_details: bool | None = Field(default=None, description="Report what each mask allowed, and its time.")
-    vllm_xargs: dict[str, Any] | None = Field(
+    vllm_xargs: JsonObject | None = Field(
         default=None, description="The `extra_args` of the server's custom logits processors."
     )
 
     @classmethod
-    def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
+    def gathered(cls, data: JsonObject, names: MutableMapping[str, str]) -> JsonObject:
         """Move known fields of `nvext` and `sampling_params` into the body. Its own fields have priority. Constraints
         stay in their place, and so do fields that will be named in `ignored`."""
         data = {**data}
@@ -120,7 +121,7 @@ class GenerationRequest(ConstraintFields):
             inner = data.get(place)
             if not isinstance(inner, dict):
                 continue
-            rest: dict[str, Any] = {}
+            rest: JsonObject = {}
             for name, value in inner.items():
                 field = name_here(name, cls)
                 if field is None or field in ConstraintFields.model_fields or data.get(field) is not None:
@@ -135,7 +136,7 @@ class GenerationRequest(ConstraintFields):
             names["backend"] = names.get(older, older)
         return data
 
-    def fields_of(self, kind: type[BaseModel]) -> dict[str, Any]:
+    def fields_of(self, kind: type[BaseModel]) -> JsonObject:
         """Return the fields of `kind` that the request sets."""
         names = kind.model_fields.keys() & self.model_fields_set
         return {name: getattr(self, name) for name in names}
@@ -201,10 +202,10 @@ def joined(content: str | list[Any] | None) -> str:
 
 class CalledFunction(Body):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | JsonObject = ""
     input: str | None = Field(default=None, description="The input of a custom tool, instead of arguments.")
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> JsonObject:
         """Convert to the form of chat templates: the arguments are an object there."""
         arguments: Any = self.arguments
         if self.input is not None:
@@ -241,7 +242,7 @@ class Message(Body):
     function_call: CalledFunction | None = Field(default=None, description="The former form of a tool call.")
     reasoning_content: str | None = Field(default=None, validation_alias=AliasChoices("reasoning_content", "thinking"))
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> JsonObject:
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`, and `function` the
         former name for `tool`."""
         message = self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
@@ -273,7 +274,7 @@ class InputFormat(Body):
             return {**{name: value for name, value in data.items() if name != "grammar"}, **grammar}
         return data
 
-    def input_schema(self) -> dict[str, Any]:
+    def input_schema(self) -> JsonObject:
         """Return the schema of the text for the chat template."""
         if self.type == "text":
             return {"type": "string"}
@@ -285,7 +286,7 @@ class InputFormat(Body):
 class FunctionDefinition(Body):
     name: str = Field(pattern="^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = Field(default=None, description="Whether a schema that can't be enforced is refused.")
     format: InputFormat | None = Field(
         default=None, description="The format of a custom tool's input. Default: any text."
@@ -365,13 +366,13 @@ class Tool(Body):
             return form.definition
         return None
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> JsonObject:
         """Convert to the form of chat templates."""
         described = self.function.model_dump(exclude_none=True, exclude={"strict", "format", "type"})
         return {"type": "function", "function": described}
 
 
-def thinking_variables(on: bool) -> dict[str, Any]:
+def thinking_variables(on: bool) -> JsonObject:
     """Return the variables that turn thinking on or off in the chat templates of Qwen and of DeepSeek."""
     return {"enable_thinking": on, "thinking": on}
 
@@ -381,7 +382,7 @@ class ReasoningConfig(Body):
 
 
 class TurnFields(Body):
-    tool_choice: str | dict[str, Any] | None = Field(default=None, description="A mode, a function, or allowed_tools.")
+    tool_choice: str | JsonObject | None = Field(default=None, description="A mode, a function, or allowed_tools.")
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
@@ -405,7 +406,7 @@ class PromptFields(TurnFields):
     continue_final_message: bool = False
     tools: Many[Tool] | None = None
     functions: Many[FunctionDefinition] | None = Field(default=None, description="The former name of `tools`.")
-    function_call: str | dict[str, Any] | None = Field(default=None, description="The former name of `tool_choice`.")
+    function_call: str | JsonObject | None = Field(default=None, description="The former name of `tool_choice`.")
     reasoning: Literal["free", "constrained"] | ReasoningConfig | None = Field(
         default=None,
         description="Whether a constraint starts after the thinking phase (free) or at the first token (constrained). "
@@ -558,7 +559,7 @@ class TokenizeResponse(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
-    guided: dict[str, Any] | None = Field(default=None, description="The fields without effect, in `ignored`.")
+    guided: JsonObject | None = Field(default=None, description="The fields without effect, in `ignored`.")
 
 
 class DetokenizeResponse(BaseModel):

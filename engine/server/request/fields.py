@@ -20,6 +20,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from guided.constraint import ConstraintKind
 from guided.errors import bounded
+from guided.json_text import JsonObject
 
 REFUSED = {
     "tools": "functions are called in chats: use /v1/chat/completions or /v1/responses",
@@ -108,12 +109,12 @@ class Kind:
     name: ConstraintKind | None
 
 
-Schema = Annotated[dict[str, Any] | str | bool | None, Kind("json_schema")]
+Schema = Annotated[JsonObject | str | bool | None, Kind("json_schema")]
 AnyObject = Annotated[bool | None, Kind("json_object")]
 Regex = Annotated[str | None, Kind("regex")]
 Choice = Annotated[Many[str] | None, Kind("choice")]
 Grammar = Annotated[str | None, Kind("grammar")]
-Tag = Annotated[dict[str, Any] | str | None, Kind("structural_tag")]
+Tag = Annotated[JsonObject | str | None, Kind("structural_tag")]
 TagPart = Annotated[Any, Kind("structural_tag")]
 
 
@@ -140,7 +141,7 @@ class Body(BaseModel):
         names = names_of(cls)
         context = info.context or {}
         ignored: list[str] | None = context.get("ignored")
-        kept: dict[str, Any] = {}
+        kept: JsonObject = {}
         for name, value in cls.gathered(data, context.get("names", {})).items():
             if name in names and value is not None:
                 kept[name] = value
@@ -162,7 +163,7 @@ class Body(BaseModel):
         return described
 
     @classmethod
-    def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
+    def gathered(cls, data: JsonObject, names: MutableMapping[str, str]) -> JsonObject:
         """Return all fields of a body. `names` receives fields that stood elsewhere -> their names in the request."""
         return data
 

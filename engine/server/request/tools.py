@@ -14,6 +14,7 @@ from engine.server.request.custom_calls import CustomCallParser
 from engine.server.request.job import OutputForm
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
+from guided.json_text import JsonObject
 from guided.regex.parser import parse
 from guided.tags.structural_tag import contents
 from guided.tags.structural_tag import parse as parse_tag
@@ -97,7 +98,7 @@ def _check_names(tools: Sequence[Tool]) -> None:
             raise InvalidRequest(text, param=f"tools[{index}].{tool.type}.name")
 
 
-def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[str, Collection[str]]:
+def _choice(choice: str | JsonObject | None, known: Sequence[str]) -> tuple[str, Collection[str]]:
     """Return the mode (none, auto, required or named), and the functions that may be called."""
     if choice is None or isinstance(choice, str):
         mode = choice or "auto"
