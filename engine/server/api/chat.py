@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.api.answers import ChoicesAnswer
@@ -38,11 +38,12 @@ def create_chat_completion(body: ChatRequest, request: Request, context: Context
     return JobResponse(kind, _chat_job(body, request, context), request, context)
 
 
-class CheckedRequest(BaseModel):
+class CheckedRequest(BaseModel, use_attribute_docstrings=True):
     """The report on a request that is accepted, which means that its constraint is compiled."""
 
     guided: GuidedInfo | None = None
-    compile_seconds: float = Field(description="The time that compiling the grammar took; 0 if it was compiled before.")
+    compile_seconds: float
+    """The time that compiling the grammar took; 0 if it was compiled before."""
     prompt_tokens: int
 
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.api.answers import Events, PartsAnswer, usage_of
@@ -65,12 +65,14 @@ class Block(TypedBody):
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str | None = None
-    data: str | None = Field(default=None, description="Thoughts that are not shown. Without effect.")
+    data: str | None = None
+    """Thoughts that are not shown. Without effect."""
     id: str | None = Field(default=None, min_length=1)
     name: str | None = Field(default=None, min_length=1)
     input: JsonObject | None = None
     tool_use_id: str | None = Field(default=None, min_length=1)
-    content: str | Many[TextPart] | None = Field(default=None, description="The result of a tool.")
+    content: str | Many[TextPart] | None = None
+    """The result of a tool."""
 
     def as_call(self) -> ToolCall:
         """Return the call of a chat that a block of the type `tool_use` describes."""
@@ -79,7 +81,8 @@ class Block(TypedBody):
 
 class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Many[Block], Field(min_length=1, description="A text, or a list of blocks.")]
+    content: Annotated[Many[Block], Field(min_length=1)]
+    """A text, or a list of blocks."""
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[Block])
     @classmethod
@@ -135,13 +138,15 @@ class ToolChoice(Body):
 
 class ThinkingConfig(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(default=None, ge=0, description="Number of tokens after which thinking ends.")
+    budget_tokens: int | None = Field(default=None, ge=0)
+    """Number of tokens after which thinking ends."""
 
 
 class OutputConfig(FormatHolder):
     path = "output_config"
     format: ResponseFormat | None = None
-    effort: str | None = Field(default=None, description="Passed to the chat template as `reasoning_effort`.")
+    effort: str | None = None
+    """Passed to the chat template as `reasoning_effort`."""
 
 
 class CountTokensRequest(GenerationRequest):
@@ -156,11 +161,11 @@ class CountTokensRequest(GenerationRequest):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: ResponseFormat | None = Field(
-        default=None, description="The former place of `output_config.format`."
-    )
+    output_format: ResponseFormat | None = None
+    """The former place of `output_config.format`."""
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    thread: JsonObject | None = Field(default=None, description="Refused: send all messages of the conversation.")
+    thread: JsonObject | None = None
+    """Refused: send all messages of the conversation."""
     # A message has one output, while a chat may have several.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
@@ -204,22 +209,22 @@ class CountTokensRequest(GenerationRequest):
         )
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, json_schema_extra={"examples": [EXAMPLE]}):
     """Body of `POST /v1/messages`. The server keeps no state between requests."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
-
-    max_tokens: int = Field(description="Limit of output tokens, or the rest of the context if that is less.")
+    max_tokens: int
+    """Limit of output tokens, or the rest of the context if that is less."""
 
 
 class InputTokens(BaseModel):
     input_tokens: int
 
 
-class MessageErrorDetail(BaseModel):
+class MessageErrorDetail(BaseModel, use_attribute_docstrings=True):
     type: str
     message: str
-    details: dict[str, str | None] = Field(description="`error_code`, `param` and `pointer`.")
+    details: dict[str, str | None]
+    """`error_code`, `param` and `pointer`."""
 
 
 class MessageError(BaseModel):

@@ -46,11 +46,16 @@ class OllamaRequest(ChatRequest):
     """The name of the field that holds the prompt."""
     unused: ClassVar[Collection[str]] = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
     messages: Many[Message] = Field(default=[])
-    stream: bool = Field(default=True, description="Answer in lines of JSON.")
-    format: Schema = Field(default=None, description='A schema, or "json": the output is a JSON object.')
-    options: JsonObject | None = Field(default=None, description="Sampling parameters; num_predict is max_tokens.")
-    think: bool | str | None = Field(default=None, description="Whether to think, or an effort.")
-    keep_alive: str | float | None = Field(default=None, description="Has no effect: the model stays loaded.")
+    stream: bool = True
+    """Answer in lines of JSON."""
+    format: Schema = None
+    """A schema, or "json": the output is a JSON object."""
+    options: JsonObject | None = None
+    """Sampling parameters; num_predict is max_tokens."""
+    think: bool | str | None = None
+    """Whether to think, or an effort."""
+    keep_alive: str | float | None = None
+    """Has no effect: the model stays loaded."""
     # An answer has one output, while a chat may have several.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None

@@ -12,7 +12,7 @@ from itertools import count, groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from engine.outputs import CompletionOutput, RequestOutput
@@ -110,23 +110,22 @@ class FunctionTool(OfferedTool):
         return kind
 
 
-class ResponsesRequest(TurnRequest):
+class ResponsesRequest(TurnRequest, json_schema_extra={"examples": [EXAMPLE]}):
     """Body of `POST /v1/responses`. The server keeps no state between requests."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
-
-    input: Annotated[Many[InputItem], Field(min_length=1, description="A text, or a list of items.")]
-    instructions: str | None = Field(default=None, description="A system message before the input.")
-    max_output_tokens: TokenLimit = Field(
-        default=None, description="Maximum number of output tokens. Default: the rest of the context."
-    )
+    input: Annotated[Many[InputItem], Field(min_length=1)]
+    """A text, or a list of items."""
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: TokenLimit = None
+    """Maximum number of output tokens. Default: the rest of the context."""
     text: TextConfig | None = None
     tools: Many[FunctionTool] | None = None
     reasoning: ReasoningConfig | None = None
-    include: Many[str] | None = Field(
-        default=None, description="message.output_text.logprobs; other values have no effect."
-    )
-    top_logprobs: int | None = Field(default=None, description="Number of alternatives with log-probabilities.")
+    include: Many[str] | None = None
+    """message.output_text.logprobs; other values have no effect."""
+    top_logprobs: int | None = None
+    """Number of alternatives with log-probabilities."""
     # A response has one output, while a chat may have several.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.server.request.fields import REFUSED, Body, ConstraintFields, Many, NvextFields, SglangFields, name_here
@@ -49,7 +49,8 @@ class TypedBody(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool | None = Field(default=None, description="Accepted, without effect.")
+    include_obfuscation: bool | None = None
+    """Accepted, without effect."""
 
 
 TokenLimit = Annotated[int | None, AfterValidator(lambda limit: None if limit == -1 else limit)]
@@ -59,23 +60,25 @@ TokenLimit = Annotated[int | None, AfterValidator(lambda limit: None if limit ==
 class GenerationRequest(ConstraintFields):
     """Fields of both chat and text completions."""
 
-    model: str | None = Field(default=None, description="Name of the served model; see /v1/models.")
+    model: str | None = None
+    """Name of the served model; see /v1/models."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Options of the constraint. The constraint itself is one of `ConstraintFields`.
-    backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
-    guided_decoding_backend: str | None = Field(default=None, description="vLLM's older name of `backend`.")
-    open_objects: bool | None = Field(
-        default=None, description="Whether objects may have properties that their schema neither names nor excludes."
-    )
-    strict_schema: bool | None = Field(default=None, description="Reject formats that are not in the specification.")
-    complete: bool | None = Field(default=None, description="Complete the constraint within max_tokens.")
-    nvext: NvextFields | None = Field(
-        default=None, description="Further fields, where clients of NVIDIA's servers send them."
-    )
-    sampling_params: SglangFields | None = Field(
-        default=None, description="Further fields, where SGLang's clients send them."
-    )
+    backend: str | None = None
+    """auto, llguidance, xgrammar, outlines or lm-format-enforcer."""
+    guided_decoding_backend: str | None = None
+    """vLLM's older name of `backend`."""
+    open_objects: bool | None = None
+    """Whether objects may have properties that their schema neither names nor excludes."""
+    strict_schema: bool | None = None
+    """Reject formats that are not in the specification."""
+    complete: bool | None = None
+    """Complete the constraint within max_tokens."""
+    nvext: NvextFields | None = None
+    """Further fields, where clients of NVIDIA's servers send them."""
+    sampling_params: SglangFields | None = None
+    """Further fields, where SGLang's clients send them."""
 
     # Sampling.
     n: int | None = None
@@ -87,10 +90,10 @@ class GenerationRequest(ConstraintFields):
     min_tokens: int | None = None
     stop: str | Many[str] | None = None
     stop_token_ids: Many[int] | None = None
-    allowed_token_ids: Many[int] | None = Field(
-        default=None, description="The only tokens that the output may have, besides those that end it."
-    )
-    bad_words: str | Many[str] | None = Field(default=None, description="Texts that no token may complete.")
+    allowed_token_ids: Many[int] | None = None
+    """The only tokens that the output may have, besides those that end it."""
+    bad_words: str | Many[str] | None = None
+    """Texts that no token may complete."""
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
@@ -100,17 +103,18 @@ class GenerationRequest(ConstraintFields):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     best_of: int | None = None
-    resample: bool | None = Field(default=None, description="Draw n of best_of outputs, weighted by their kept mass.")
-    use_beam_search: bool | None = Field(default=None, description="Beam search with best_of beams and temperature 0.")
+    resample: bool | None = None
+    """Draw n of best_of outputs, weighted by their kept mass."""
+    use_beam_search: bool | None = None
+    """Beam search with best_of beams and temperature 0."""
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    logprobs_mode: Literal["raw", "masked"] | None = Field(
-        default=None, description="Log-probabilities of the model (raw), or after the mask."
-    )
-    mask_details: bool | None = Field(default=None, description="Report what each mask allowed, and its time.")
-    vllm_xargs: JsonObject | None = Field(
-        default=None, description="The `extra_args` of the server's custom logits processors."
-    )
+    logprobs_mode: Literal["raw", "masked"] | None = None
+    """Log-probabilities of the model (raw), or after the mask."""
+    mask_details: bool | None = None
+    """Report what each mask allowed, and its time."""
+    vllm_xargs: JsonObject | None = None
+    """The `extra_args` of the server's custom logits processors."""
 
     @classmethod
     def gathered(cls, data: JsonObject, names: MutableMapping[str, str]) -> JsonObject:
@@ -161,20 +165,20 @@ class Reported(NamedTuple):
 
 
 class ChunkOptions(StreamOptions):
-    continuous_usage_stats: bool = Field(
-        default=False, description="Whether each chunk has the usage, with include_usage."
-    )
+    continuous_usage_stats: bool = False
+    """Whether each chunk has the usage, with include_usage."""
 
 
 class ChoicesRequest(GenerationRequest):
     """Fields of chat and text completions that ask for a report beside the text."""
 
     stream_options: ChunkOptions | None = None
-    prompt_logprobs: int | None = Field(default=None, description="Alternatives for each token of the prompt.")
-    return_token_ids: bool | None = Field(default=None, description="Report the ids of the tokens.")
-    return_tokens_as_token_ids: bool | None = Field(
-        default=None, description='Tokens of log-probabilities are written as "token_id:123".'
-    )
+    prompt_logprobs: int | None = None
+    """Alternatives for each token of the prompt."""
+    return_token_ids: bool | None = None
+    """Report the ids of the tokens."""
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens of log-probabilities are written as "token_id:123"."""
 
     @property
     def reported(self) -> Reported:
@@ -203,7 +207,8 @@ def joined(content: str | list[Any] | None) -> str:
 class CalledFunction(Body):
     name: str
     arguments: str | JsonObject = ""
-    input: str | None = Field(default=None, description="The input of a custom tool, instead of arguments.")
+    input: str | None = None
+    """The input of a custom tool, instead of arguments."""
 
     def for_template(self) -> JsonObject:
         """Convert to the form of chat templates: the arguments are an object there."""
@@ -239,7 +244,8 @@ class Message(Body):
     name: str | None = Field(default=None, validation_alias=AliasChoices("name", "tool_name"))
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
-    function_call: CalledFunction | None = Field(default=None, description="The former form of a tool call.")
+    function_call: CalledFunction | None = None
+    """The former form of a tool call."""
     reasoning_content: str | None = Field(default=None, validation_alias=AliasChoices("reasoning_content", "thinking"))
 
     def for_template(self) -> JsonObject:
@@ -287,10 +293,10 @@ class FunctionDefinition(Body):
     name: str = Field(pattern="^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
     parameters: JsonObject | None = None
-    strict: bool | None = Field(default=None, description="Whether a schema that can't be enforced is refused.")
-    format: InputFormat | None = Field(
-        default=None, description="The format of a custom tool's input. Default: any text."
-    )
+    strict: bool | None = None
+    """Whether a schema that can't be enforced is refused."""
+    format: InputFormat | None = None
+    """The format of a custom tool's input. Default: any text."""
 
 
 _HOSTED = re.compile(
@@ -378,11 +384,13 @@ def thinking_variables(on: bool) -> JsonObject:
 
 
 class ReasoningConfig(Body):
-    effort: str | None = Field(default=None, description="Passed to the chat template.")
+    effort: str | None = None
+    """Passed to the chat template."""
 
 
 class TurnFields(Body):
-    tool_choice: str | JsonObject | None = Field(default=None, description="A mode, a function, or allowed_tools.")
+    tool_choice: str | JsonObject | None = None
+    """A mode, a function, or allowed_tools."""
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
@@ -390,29 +398,28 @@ class TurnFields(Body):
 class TurnRequest(GenerationRequest, TurnFields):
     """Fields of both chats and responses."""
 
-    max_reasoning_tokens: int | None = Field(
-        default=None, ge=0, description="Number of tokens after which thinking ends."
-    )
-    include_reasoning: bool | None = Field(default=None, description="Whether the answer has the thoughts.")
+    max_reasoning_tokens: int | None = Field(default=None, ge=0)
+    """Number of tokens after which thinking ends."""
+    include_reasoning: bool | None = None
+    """Whether the answer has the thoughts."""
 
 
 class PromptFields(TurnFields):
     """Fields that determine the prompt of a chat, beside the messages."""
 
-    add_generation_prompt: bool | None = Field(
-        default=None,
-        description="Whether the prompt ends with the beginning of an answer. Default: unless continue_final_message.",
-    )
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with the beginning of an answer. Default: unless continue_final_message."""
     continue_final_message: bool = False
     tools: Many[Tool] | None = None
-    functions: Many[FunctionDefinition] | None = Field(default=None, description="The former name of `tools`.")
-    function_call: str | JsonObject | None = Field(default=None, description="The former name of `tool_choice`.")
-    reasoning: Literal["free", "constrained"] | ReasoningConfig | None = Field(
-        default=None,
-        description="Whether a constraint starts after the thinking phase (free) or at the first token (constrained). "
-        "An object has the effort.",
-    )
-    reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
+    functions: Many[FunctionDefinition] | None = None
+    """The former name of `tools`."""
+    function_call: str | JsonObject | None = None
+    """The former name of `tool_choice`."""
+    reasoning: Literal["free", "constrained"] | ReasoningConfig | None = None
+    """Whether a constraint starts after the thinking phase (free) or at the first token (constrained). An object has
+    the effort."""
+    reasoning_effort: str | None = None
+    """Passed to the chat template."""
 
     @model_validator(mode="after")
     def _take_functions(self) -> Self:
@@ -435,30 +442,23 @@ class PromptFields(TurnFields):
         return self
 
 
-class ChatRequest(ChoicesRequest, TurnRequest, PromptFields):
+class ChatRequest(ChoicesRequest, TurnRequest, PromptFields, json_schema_extra={"examples": [CHAT_EXAMPLE]}):
     """Body of `POST /v1/chat/completions`."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [CHAT_EXAMPLE]})
 
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: TokenLimit = None
-    max_tokens: TokenLimit = Field(
-        default=None, description="Maximum number of output tokens. Default: the rest of the context."
-    )
+    max_tokens: TokenLimit = None
+    """Maximum number of output tokens. Default: the rest of the context."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
 
-class CompletionRequest(ChoicesRequest):
+class CompletionRequest(ChoicesRequest, json_schema_extra={"examples": [COMPLETION_EXAMPLE]}):
     """Body of `POST /v1/completions`."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [COMPLETION_EXAMPLE]})
-
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
-    max_tokens: TokenLimit = Field(
-        default=None,
-        description="Maximum number of output tokens. Default: 16, or the rest of the context with a constraint.",
-    )
+    max_tokens: TokenLimit = None
+    """Maximum number of output tokens. Default: 16, or the rest of the context with a constraint."""
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -470,9 +470,8 @@ class TokenizeRequest(PromptFields):
     model: str | None = None
     prompt: str | None = None
     messages: Many[Message] | None = None
-    add_special_tokens: bool = Field(
-        default=True, description="Whether a prompt gets special tokens. The template adds those of messages."
-    )
+    add_special_tokens: bool = True
+    """Whether a prompt gets special tokens. The template adds those of messages."""
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -487,14 +486,16 @@ class DetokenizeRequest(Body):
     tokens: Many[int]
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(BaseModel, use_attribute_docstrings=True):
     """An error. `docs/http-reference.md` lists the codes."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
-    param: str | None = Field(description="The field at fault, as the request spelled it.")
+    param: str | None
+    """The field at fault, as the request spelled it."""
     code: str
-    pointer: str | None = Field(description="RFC 6901 JSON pointer into the schema.")
+    pointer: str | None
+    """RFC 6901 JSON pointer into the schema."""
 
 
 class ErrorAnswer(BaseModel):
@@ -503,25 +504,25 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
-class MaskTimes(BaseModel):
+class MaskTimes(BaseModel, use_attribute_docstrings=True):
     """Times in seconds. `exposed` is the time by which masks have lengthened the steps of this request's sequences.
     `total` is the time from the end of the compilation to the end of the request."""
 
-    compile: float = Field(description="The time that compiling the grammar took, for this request or an earlier one.")
-    computed: float = Field(description="The time that the workers took for this request's masks.")
+    compile: float
+    """The time that compiling the grammar took, for this request or an earlier one."""
+    computed: float
+    """The time that the workers took for this request's masks."""
     exposed: float
     total: float
 
 
-class GuidedInfo(BaseModel):
+class GuidedInfo(BaseModel, use_attribute_docstrings=True):
     """A report on how the output was constrained, and which fields had no effect. Null if neither applies."""
 
     kind: str | None = None
     backend: str | None = None
-    not_enforced: list[str] = Field(
-        default=[],
-        description="JSON pointers of unknown formats, misspelt keywords, and parts of tools that may have any value.",
-    )
+    not_enforced: list[str] = []
+    """JSON pointers of unknown formats, misspelt keywords, and parts of tools that may have any value."""
     checked: list[str] | None = None
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     closed: list[str] | None = None
@@ -554,12 +555,13 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class TokenizeResponse(BaseModel):
+class TokenizeResponse(BaseModel, use_attribute_docstrings=True):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
-    guided: JsonObject | None = Field(default=None, description="The fields without effect, in `ignored`.")
+    guided: JsonObject | None = None
+    """The fields without effect, in `ignored`."""
 
 
 class DetokenizeResponse(BaseModel):

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic import BaseModel, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -118,14 +118,13 @@ Tag = Annotated[JsonObject | str | None, Kind("structural_tag")]
 TagPart = Annotated[Any, Kind("structural_tag")]
 
 
-class Body(BaseModel):
+class Body(BaseModel, strict=True, use_attribute_docstrings=True):
     """A body with strict types: "3" is not accepted for 3. Fields are dropped if their value has no effect.
 
     Unknown fields are dropped, and noted in the list `ignored` of the validation context. They are rejected if there is
     no such list, if `tolerant` is False, or if they could be meant as another field (`hint`).
     """
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
     tolerant: ClassVar[bool] = True
     prefix: ClassVar[str] = ""
     """Prefix of the names of unknown fields of this object in `ignored`."""
@@ -256,9 +255,8 @@ class JsonSchemaFormat(Body):
     """OpenAI's `response_format.json_schema`. The schema is always enforced, `strict` or not."""
 
     tolerant = False
-    schema_: Schema = Field(
-        default=None, alias="schema", description="The schema, in Responses and llama.cpp beside the type."
-    )
+    schema_: Schema = Field(default=None, alias="schema")
+    """The schema, in Responses and llama.cpp beside the type."""
     # These fields have no effect.
     name: str | None = None
     description: str | None = None
@@ -276,9 +274,12 @@ class ResponseFormat(JsonSchemaFormat):
 
     type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: Annotated[JsonSchemaFormat | None, Kind("json_schema")] = None
-    value: Schema = Field(default=None, description="The schema in requests of TGI's clients.")
-    format: TagPart = Field(default=None, description="The format of a structural tag.")
-    structures: TagPart = Field(default=None, description="The structures of a tag in vLLM's older form.")
+    value: Schema = None
+    """The schema in requests of TGI's clients."""
+    format: TagPart = None
+    """The format of a structural tag."""
+    structures: TagPart = None
+    """The structures of a tag in vLLM's older form."""
     triggers: TagPart = None
 
 
@@ -315,18 +316,26 @@ class ConstraintFields(Body):
     """The fields of a constraint in a body, and of its parts `nvext` and `sampling_params`."""
 
     # The names of this server, some of which SGLang shares, ...
-    json_schema: Schema = Field(default=None, description="A schema, or its JSON text.")
-    json_object: AnyObject = Field(default=None, description="The output is a JSON object.")
-    regex: Regex = Field(default=None, description="A regex that the whole output matches.")
-    choice: Choice = Field(default=None, description="The output is one of these texts.")
-    grammar: Grammar = Field(default=None, description="A grammar in Lark, or in GBNF/EBNF with a root rule.")
-    structural_tag: Tag = Field(default=None, description="Free text with constrained parts.")
-    whitespace_pattern: str | None = Field(default=None, description="Regex of whitespace between JSON tokens.")
+    json_schema: Schema = None
+    """A schema, or its JSON text."""
+    json_object: AnyObject = None
+    """The output is a JSON object."""
+    regex: Regex = None
+    """A regex that the whole output matches."""
+    choice: Choice = None
+    """The output is one of these texts."""
+    grammar: Grammar = None
+    """A grammar in Lark, or in GBNF/EBNF with a root rule."""
+    structural_tag: Tag = None
+    """Free text with constrained parts."""
+    whitespace_pattern: str | None = None
+    """Regex of whitespace between JSON tokens."""
     # ... of vLLM and of OpenAI ...
     structured_outputs: Annotated[StructuredOutputs | None, Kind(None)] = None
     response_format: Annotated[ResponseFormat | None, Kind(None)] = None
     # ... and SGLang's and vLLM's older names.
-    ebnf: Grammar = Field(default=None, description="SGLang's name of a grammar.")
+    ebnf: Grammar = None
+    """SGLang's name of a grammar."""
     guided_json: Schema = None
     guided_regex: Regex = None
     guided_choice: Choice = None
