@@ -199,7 +199,7 @@ class Constraint:
             _check_text(tag, "structural tag", param)
         document = read(tag, param)
         notes: list[str] = []
-        closed: list[str] = []
+        closed = []
         options = {"open_objects": open_objects, "strict_schema": strict_schema}
         for content in contents(parse(document, param)):
             if isinstance(content.value, Constraint):

@@ -113,7 +113,7 @@ class GuidedLogitsProcessor:
         """The sequences of the rows with a constraint, by index of the row."""
         self._floors = torch.empty((0, 1))
         """`[rows, 1]`: `_FLOOR` for rows with a constraint, -inf for others."""
-        futures: dict[int, Future[Grammar]] = {}
+        futures = {}
         for index, constraint in enumerate(many):
             if constraint is not None:
                 futures[index] = self._compile(constraint, backend)

@@ -68,8 +68,8 @@ class _Writer:
         parts = root.get("properties", {})
         if not parts and rest is not False:
             return self._repeated(self._element(None, _alone(rest, form), f"{place}/additionalProperties"), 0, None)
-        elements = list[Node]()
-        items = list[Node]()
+        elements = []
+        items = []
         is_begun = False
         for name, part in parts.items():
             at = f"{place}/properties/{escape(name)}"
@@ -236,8 +236,8 @@ class ArgumentReader:
         """
         if self._style.separator:
             return _read_list(text, position)
-        names = list[str]()
-        values = list[Any]()
+        names = []
+        values = []
         while begin := self._style.begin_pattern.match(text, position):
             groups = {"name": "", "kind": "", "pad": "", **begin.groupdict("")}
             name = html.unescape(groups["name"]) or ITEM

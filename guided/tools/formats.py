@@ -243,7 +243,7 @@ def tool_format(name: str | None) -> ToolFormat | None:
 
 def _parts(form: Any, kind: str) -> list[JsonObject]:
     """Return the formats of type `kind` within a format, the outer formats first."""
-    parts: list[JsonObject] = []
+    parts = []
     inner: Iterable[Any] = ()
     if isinstance(form, dict):
         inner = form.values()
@@ -289,7 +289,7 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> JsonObject:
     """Return the format (of a structural tag) of an answer with function calls."""
     form = calls.format
     once = not (calls.parallel and form.parallel) or any(function.text for function in calls.functions)
-    tags: list[JsonObject] = []
+    tags = []
     for function in calls.functions:
         tags += [_call(form, begin, function) for begin in (form.call[0], *form.variants)]
     listed: JsonObject = {
@@ -308,7 +308,7 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> JsonObject:
             parts = tags
         if form.finish:
             parts.append(_tag(form.finish, _literal(""), ""))
-        triggered: list[JsonObject] = []
+        triggered = []
         for part in parts:
             _, trigger, rest = part["begin"].partition(form.trigger)
             if trigger:

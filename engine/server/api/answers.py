@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ Events = Iterator[JsonObject]
 """Events of a stream, before they are written."""
 
 
+@dataclass
 class Answer(ABC):
     """Writes the body of one request's answer, or the events of its stream.
 
@@ -39,10 +41,11 @@ class Answer(ABC):
     end: ClassVar[bytes] = b"data: [DONE]\n\n"
     """The bytes after the last event of a stream."""
 
-    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        self.context = context
-        self.job = job
-        self.guided = guided
+    context: ServerContext
+    job: Job
+    guided: GuidedInfo | None
+
+    def __post_init__(self) -> None:
         self.created = int(time.time())
 
     @property
@@ -136,9 +139,9 @@ class ChoicesAnswer(Answer):
     prompts_in_choices: ClassVar[bool] = False
     """Whether reports on a prompt stand in its choices, and not beside them."""
 
-    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._sent = [(0, 0, False)] * job.num_choices
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sent = [(0, 0, False)] * self.job.num_choices
         """Choice of a stream -> number of characters and of tokens that were sent, and whether the choice has ended."""
 
     @abstractmethod
@@ -203,7 +206,7 @@ class ChoicesAnswer(Answer):
             "usage": usage_of(finished),
             "system_fingerprint": None,
         }
-        completions: list[CompletionOutput] = []
+        completions = []
         for prompt, output in enumerate(finished):
             of_prompt = self._of_prompt(prompt, output)
             completions += output.outputs
@@ -295,9 +298,9 @@ class PartsAnswer(Answer):
 
     end = b""
 
-    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self.parser = job.form.parser()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.parser = self.job.form.parser()
         self.parts: list[JsonObject] = []
         self.open: str | None = None
         """Kind of the piece that began the part that still grows. None: no part is open."""

@@ -142,12 +142,12 @@ class _ChatAnswer(ChoicesAnswer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._parsers = [job.form.parser() for _ in range(job.num_choices)]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._parsers = [self.job.form.parser() for _ in range(self.job.num_choices)]
 
     def message(self, index: int, output: CompletionOutput) -> JsonObject:
-        calls: list[JsonObject] = []
+        calls = []
         texts = {"text": "", "reasoning": ""}
         for piece in self._parsers[index].feed(output.text, output.has_stopped):
             if piece.kind in _CALLS:

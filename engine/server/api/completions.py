@@ -13,7 +13,7 @@ from engine.outputs import CompletionOutput
 from engine.server.api.answers import ChoicesAnswer, TokenPlaces, finite, ranked
 from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
-from engine.server.request.bodies import CompletionRequest, GuidedInfo
+from engine.server.request.bodies import CompletionRequest
 from engine.server.request.constraints import requested_constraint
 from engine.server.request.job import Job, OutputForm, check_size, ignored_fields, sampling_params
 from engine.server.request.prompts import encode
@@ -44,7 +44,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         # OpenAI's default, but not with a constraint, where it would cut off most answers.
         max_tokens = 16
     check_size(context, body, len(sent), max_tokens, body.logprobs)
-    prompts: list[list[int]] = []
+    prompts = []
     for number, prompt in enumerate(sent):
         param = "prompt"
         if not is_one:
@@ -64,7 +64,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     ).admitted(context)
     if not body.echo:
         return job
-    echoed: list[str] = []
+    echoed = []
     for prompt in sent:
         if isinstance(prompt, list):
             prompt = context.decode(prompt)  # the engine has checked the ids
@@ -77,9 +77,9 @@ class _TextAnswer(ChoicesAnswer):
     chunk_object = "text_completion"
     prompts_in_choices = True
 
-    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._places = [TokenPlaces(self.pieces) for _ in range(job.num_choices)]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._places = [TokenPlaces(self.pieces) for _ in range(self.job.num_choices)]
         """Places of the tokens that have their log-probabilities, by choice."""
 
     def message(self, index: int, output: CompletionOutput) -> JsonObject:

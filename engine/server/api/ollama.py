@@ -11,6 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Collection, MutableMapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -27,9 +28,8 @@ from engine.server.api.chat import build_job_that_fits
 from engine.server.api.routes import BodyRoute, JobResponse, RouteResponses
 from engine.server.context import Context, ServerContext
 from engine.server.http_errors import OLLAMA_PATH, ollama_error
-from engine.server.request.bodies import ChatRequest, GuidedInfo, Message, thinking_variables
+from engine.server.request.bodies import ChatRequest, Message, thinking_variables
 from engine.server.request.fields import Body, Many, Schema
-from engine.server.request.job import Job
 from guided.errors import GuidedError
 from guided.json_text import JsonObject
 from guided.tools.output_parser import Piece
@@ -153,7 +153,7 @@ def answer_chat(body: OllamaRequest, request: Request, context: Context) -> Resp
         request.state.ignored.append("think")
     body.prepare(thinks)
     job = build_job_that_fits(body, context, f"ollama-{uuid.uuid4().hex}", request.state.request_id)
-    return JobResponse(partial(_OllamaAnswer, body.place), job, request, context)
+    return JobResponse(partial(_OllamaAnswer, place=body.place), job, request, context)
 
 
 @models.get("/version")
@@ -196,16 +196,16 @@ _FIELDS = {"text": "content", "reasoning": "thinking"}
 """Kind of a piece -> field of a message."""
 
 
+@dataclass
 class _OllamaAnswer(PartsAnswer):
     """An answer of Ollama's API. The parts are fields of its lines: `content`, `thinking`, `tool_calls`, `logprobs`."""
 
     stream_type = "application/x-ndjson"
 
-    def __init__(self, place: str, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._place = place
-        self._called = ""
-        """The name of the function that the open part calls."""
+    place: str
+    """The name of the field that holds the prompt."""
+    called: str = ""
+    """The name of the function that the open part calls."""
 
     def first_events(self) -> Events:
         if self.guided is not None:
@@ -222,7 +222,7 @@ class _OllamaAnswer(PartsAnswer):
         return to_json(data) + b"\n"
 
     def begin(self, piece: Piece) -> Events:
-        self._called = piece.text
+        self.called = piece.text
         yield from ()
 
     def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
@@ -236,7 +236,7 @@ class _OllamaAnswer(PartsAnswer):
     def close(self, completion: CompletionOutput | None) -> Events:
         if self.open == "call":
             with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off is left out
-                function = {"name": self._called, "arguments": json.loads(self.text)}
+                function = {"name": self.called, "arguments": json.loads(self.text)}
                 self.parts.append({"tool_calls": [{"id": self.job.new_call_id(), "function": function}]})
                 yield self._line(self.parts[-1])
 
@@ -256,7 +256,7 @@ class _OllamaAnswer(PartsAnswer):
         return self._line(whole, done=True, **fields, **_durations(output.metrics))
 
     def _line(self, part: JsonObject, done: bool = False, **fields: Any) -> JsonObject:
-        return _record(self.context, _shaped(self._place, **part), done=done, **fields)
+        return _record(self.context, _shaped(self.place, **part), done=done, **fields)
 
 
 def _shaped(place: str, content: str = "", logprobs: Any = None, **others: Any) -> JsonObject:

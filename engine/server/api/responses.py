@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -24,7 +25,6 @@ from engine.server.request.bodies import (
     CHAT_EXAMPLE,
     CalledFunction,
     ChatRequest,
-    GuidedInfo,
     Message,
     OfferedTool,
     ReasoningConfig,
@@ -175,8 +175,8 @@ def _message(item: InputItem) -> Message:
 def _turn(items: Sequence[InputItem]) -> Message:
     """Return the assistant's message that consists of `items`."""
     turn = Message(role="assistant")
-    texts: list[str] = []
-    calls: list[ToolCall] = []
+    texts = []
+    calls = []
     for item in items:
         if item.type == "message":
             texts.append(joined(item.content))
@@ -198,7 +198,7 @@ router = APIRouter(tags=["generation"], route_class=BodyRoute)
 def create_response(body: ResponsesRequest, request: Request, context: Context) -> JobResponse:
     """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
     job = _job(body, request, context)
-    return JobResponse(partial(_ResponseAnswer, _settings(body, job)), job, request, context)
+    return JobResponse(partial(_ResponseAnswer, settings=_settings(body, job)), job, request, context)
 
 
 class InputTokenCount(BaseModel):
@@ -269,12 +269,15 @@ _KINDS = {
 """Kind of the piece that begins an item -> kind of the item."""
 
 
+@dataclass
 class _ResponseAnswer(PartsAnswer):
-    """An answer of the Responses API. The parts are items. It repeats `settings`, the settings of the request."""
+    """An answer of the Responses API. The parts are items."""
 
-    def __init__(self, settings: JsonObject, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._settings = settings
+    settings: JsonObject
+    """The settings of the request, which the answer repeats."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._logprobs: list[JsonObject] = []
         """Log-probabilities of the tokens of the open part."""
         self._numbers = count()
@@ -356,7 +359,7 @@ class _ResponseAnswer(PartsAnswer):
             "output": self.parts,
             "guided": self.guided_info(),
         }
-        return response | fields | self._settings
+        return response | fields | self.settings
 
     def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
         """Count the tokens up to the end of the thoughts."""

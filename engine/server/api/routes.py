@@ -188,7 +188,7 @@ class JobResponse(Response):
 
     async def _whole(self, outputs: Outputs, answer: Answer) -> bytes:
         """Return the body of an answer without `stream`."""
-        last: dict[int, RequestOutput] = {}
+        last = {}
         async for number, output in outputs:
             last[number] = output
             if self._job.at_admission:
@@ -197,7 +197,7 @@ class JobResponse(Response):
 
     async def _events(self, outputs: Outputs, answer: Answer) -> AsyncIterator[bytes]:
         """Write the whole stream, event by event."""
-        finished: dict[int, RequestOutput] = {}
+        finished = {}
         try:
             for data in answer.first_events():
                 yield answer.event(data)

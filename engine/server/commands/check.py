@@ -50,7 +50,7 @@ def check(
 
     The exit status is 1 if a file is refused, 2 if one can't be read or for a wrong call.
     """
-    texts: list[tuple[str, str]] = []
+    texts = []
     for file in files:
         try:
             texts.append((str(file), _text_of(file)))

@@ -235,7 +235,7 @@ class Row(NamedTuple):
 @cache
 def rows(body: type[Body]) -> tuple[Row, ...]:
     """Return the rows of the table for the fields of a body."""
-    table: list[Row] = []
+    table = []
     for attribute, field in body.model_fields.items():
         for mark in field.metadata:
             if isinstance(mark, Kind):

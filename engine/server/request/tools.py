@@ -167,7 +167,7 @@ def output_form(
         raise InvalidRequest(message, param="max_reasoning_tokens")
     if calls is None and reasoning is None:
         return OutputForm(requested.constraint)
-    custom: dict[str, bool] = {}
+    custom = {}
     for tool in body.tools or ():
         if tool.type == "custom":
             custom[tool.function.name] = tool.input_grammar("lark") is not None
