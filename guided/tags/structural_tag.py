@@ -11,12 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import permutations
 from typing import Annotated, Any, Literal, Union
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
@@ -26,22 +25,19 @@ from guided.tags.styles import STYLES
 ContentKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(Struct, frozen=True):
     """A literal text. The name of a special token in the text stands for the token."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(Struct, frozen=True):
     """One token, given as its id or as the name of a special token."""
 
     token: int | str
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(Struct, frozen=True):
     """An output of another constraint, the content. `pointer` is the place of `value` in the structural tag."""
 
     kind: ContentKind
@@ -56,30 +52,26 @@ class Content:
         return hash(self.pointer)
 
 
-@dataclass(frozen=True, slots=True)
-class FreeText:
+class FreeText(Struct, frozen=True):
     """Any text without the strings in `excludes`, of at most `max_tokens` tokens."""
 
     excludes: tuple[str, ...] = ()
     max_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(Struct, frozen=True):
     """A sequence of all items in order."""
 
     items: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Either:
+class Either(Struct, frozen=True):
     """An alternative: one of `options`."""
 
     options: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
+class Times(Struct, frozen=True):
     """A repetition: `item`, `low` to `high` times (None: unbounded)."""
 
     item: Node
@@ -87,8 +79,7 @@ class Times:
     high: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(Struct, frozen=True):
     """Free text up to a trigger, then the node of the trigger; repeated with `loop`. Free text alone is valid."""
 
     rules: tuple[tuple[Text | Token, Node], ...]
@@ -159,15 +150,16 @@ def contents(node: Node) -> list[Content]:
 
 def ends(node: Node) -> Iterator[Node]:
     """Yield the nodes (literals, contents, free text, dispatches) with which an output of `node` can end."""
-    inside: Sequence[Node] = ()
-    if isinstance(node, Series):
-        inside = [item for item in node.items if item != Text("")][-1:]
-    elif not isinstance(node, Dispatch):
-        inside = parts(node)
+    match node:
+        case Series(items):
+            inside: Sequence[Node] = [item for item in items if item != Text("")][-1:]
+        case Either() | Times():
+            inside = parts(node)
+        case _:
+            inside = ()
+            yield node
     for part in inside:
         yield from ends(part)
-    if not isinstance(node, Series | Either | Times):
-        yield node
 
 
 @contextmanager
@@ -190,7 +182,7 @@ _Excludes = list[Annotated[str, _AtLeastOne]]
 _Tags = Annotated[list["_Tag"], _AtLeastOne]
 
 
-class _Part(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
+class _Part(Struct, tag_field="type", forbid_unknown_fields=True):
     """A format of `xgrammar.structural_tag`; its `type` is the tag of the class. Inner formats have the type `Any`."""
 
 
@@ -301,18 +293,18 @@ class _Dispatch(_Part, tag="dispatch"):
     excludes: _Excludes = []
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True):
+class _Document(Struct, forbid_unknown_fields=True):
     format: Any
     type: Literal["structural_tag"] = "structural_tag"
 
 
-class _Structure(msgspec.Struct, forbid_unknown_fields=True):
+class _Structure(Struct, forbid_unknown_fields=True):
     begin: _Literal
     schema: Any
     end: _Literal
 
 
-class _Older(msgspec.Struct, forbid_unknown_fields=True):
+class _Older(Struct, forbid_unknown_fields=True):
     """vLLM's older form of a structural tag."""
 
     structures: list[_Structure]
@@ -435,26 +427,25 @@ class _NodeBuilder:
 
     def _triggered_tags(self, form: _TriggeredTags | _TokenTriggeredTags, at: str, depth: int) -> Node:
         tags = [self._tag(tag, f"{at}/tags/{index}", depth + 1) for index, tag in enumerate(form.tags)]
-        triggers: list[Text | Token]
+        rules: dict[Text | Token, list[Node]] = {}
         excludes: tuple[str, ...] = ()
         if isinstance(form, _TriggeredTags):
-            triggers = [*map(Text, form.triggers)]
+            rules = {Text(trigger): [] for trigger in form.triggers}
             excludes = self._distinct(form.excludes)
         else:
-            triggers = [*map(Token, form.trigger_tokens)]
-        rules: dict[Text | Token, list[Node]] = {trigger: [] for trigger in triggers}
+            rules = {Token(trigger): [] for trigger in form.trigger_tokens}
         self._count(len(rules))  # `_checked` compares the triggers with each other
         for index, (begin, rest) in enumerate(tags):
-            trigger = next((trigger for trigger in rules if _starts(begin, trigger)), None)
-            if trigger is None:
+            for trigger, options in rules.items():
+                left = _after(begin, trigger)
+                if left is not None:
+                    options.append(Series((left, rest)))
+                    break
+            else:
                 message = "the tag never can be produced: no trigger is a prefix of its begin"
                 raise self._invalid(message, f"{at}/tags/{index}/begin")
-            left = ""
-            if isinstance(begin, Text) and isinstance(trigger, Text):
-                left = begin.text[len(trigger.text) :]
-            rules[trigger].append(Series((Text(left), rest)))
-        options = tuple((trigger, self._either(rests)) for trigger, rests in rules.items())
-        dispatch = self._checked(Dispatch(options, not form.stop_after_first, excludes), at)
+        begun = tuple((trigger, self._either(options)) for trigger, options in rules.items())
+        dispatch = self._checked(Dispatch(begun, not form.stop_after_first, excludes), at)
         if not form.at_least_one:
             return dispatch
         first = self._either([Series((begin, rest)) for begin, rest in tags])
@@ -517,7 +508,10 @@ def _mark(mark: str | _Token) -> Text | Token:
     return Token(mark.token)
 
 
-def _starts(begin: Text | Token, trigger: Text | Token) -> bool:
-    if isinstance(begin, Text) and isinstance(trigger, Text):
-        return begin.text.startswith(trigger.text)
-    return begin == trigger
+def _after(begin: Text | Token, trigger: Text | Token) -> Text | None:
+    """Return the text of `begin` after `trigger`, or None if `begin` does not start with it."""
+    if begin == trigger:
+        return Text("")
+    if isinstance(begin, Text) and isinstance(trigger, Text) and begin.text.startswith(trigger.text):
+        return Text(begin.text.removeprefix(trigger.text))
+    return None

@@ -64,12 +64,12 @@ def _chat_job(body: ChatRequest, request: Request, context: ServerContext, at_ad
     for index, _ in enumerate(body.functions or ()):
         for field in ("name", "parameters"):
             names[f"tools[{index}].function.{field}"] = f"functions[{index}].{field}"
-    return build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id, at_admission)
+    return build_job(body, context, "chatcmpl-", request.state.request_id, at_admission)
 
 
-def build_job_that_fits(body: ChatRequest, context: ServerContext, request_id: str, http_id: str) -> Job:
+def build_job_that_fits(body: ChatRequest, context: ServerContext, prefix: str, http_id: str) -> Job:
     """Build the job of a chat in which `max_tokens` may be more than the rest of the context."""
-    build = partial(build_job, body, context, request_id, http_id)
+    build = partial(build_job, body, context, prefix, http_id)
     try:
         return build()
     except ContextLengthExceeded:
@@ -77,11 +77,9 @@ def build_job_that_fits(body: ChatRequest, context: ServerContext, request_id: s
         return build()
 
 
-def build_job(
-    body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool = False
-) -> Job:
-    """Build the job of a chat. The arguments after the first two are fields of `Job`."""
-    jobs = _jobs(body, context, request_id, http_id, at_admission)
+def build_job(body: ChatRequest, context: ServerContext, prefix: str, http_id: str, at_admission: bool = False) -> Job:
+    """Build the job of a chat. Its `request_id` begins with `prefix`. The other arguments are fields of `Job`."""
+    jobs = _jobs(body, context, f"{prefix}{uuid.uuid4().hex}", http_id, at_admission)
     return replace(next(jobs), relax=jobs.send)
 
 

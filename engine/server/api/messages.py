@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -268,7 +267,7 @@ def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> 
     if body.thinking is not None and not thinks:
         request.state.ignored.append("thinking")
     chat = body.as_chat(thinks)
-    return build_job_that_fits(chat, context, f"msg_{uuid.uuid4().hex}", request.state.request_id)
+    return build_job_that_fits(chat, context, "msg_", request.state.request_id)
 
 
 _BLOCKS: dict[str, JsonObject] = {

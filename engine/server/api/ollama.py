@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import time
-import uuid
 from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -152,7 +151,7 @@ def answer_chat(body: OllamaRequest, request: Request, context: Context) -> Resp
     if body.think and not thinks:
         request.state.ignored.append("think")
     body.prepare(thinks)
-    job = build_job_that_fits(body, context, f"ollama-{uuid.uuid4().hex}", request.state.request_id)
+    job = build_job_that_fits(body, context, "ollama-", request.state.request_id)
     return JobResponse(partial(_OllamaAnswer, place=body.place), job, request, context)
 
 

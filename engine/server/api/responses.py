@@ -220,7 +220,7 @@ def _job(body: ResponsesRequest, request: Request, context: ServerContext) -> Jo
     for index, (place, tool) in enumerate(offered(body.tools).items()):
         for field in ("name", "format", "parameters"):
             names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{place}].{field}"
-    return build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
+    return build_job(body.as_chat(), context, "resp_", request.state.request_id)
 
 
 def _settings(body: ResponsesRequest, job: Job) -> JsonObject:

@@ -19,7 +19,6 @@ from guided.regex.parser import parse
 from guided.tags.structural_tag import contents
 from guided.tags.structural_tag import parse as parse_tag
 from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
-from guided.tools.output_parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
 _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
@@ -171,11 +170,12 @@ def output_form(
     for tool in body.tools or ():
         if tool.type == "custom":
             custom[tool.function.name] = tool.input_grammar("lark") is not None
-    parser: partial[Any] = partial(OutputParser)
-    if custom:
-        parser = partial(CustomCallParser, custom)
     parser = partial(
-        parser, reasoning=reasoning, thinking=thinking == "open", shows_thoughts=body.include_reasoning is not False
+        CustomCallParser,
+        custom,
+        reasoning=reasoning,
+        thinking=thinking == "open",
+        shows_thoughts=body.include_reasoning is not False,
     )
     if calls is not None:
         anywhere = calls.anywhere(reasoning)
