@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Annotated, Any, Literal, Union
 
@@ -317,13 +318,13 @@ _MAX_COMPARED = 10**8
 """Maximum number of characters in which triggers are searched, which takes half a second if triggers begin alike."""
 
 
+@dataclass
 class _NodeBuilder:
     """Converts formats to nodes, for one call of `parse`. The argument `at` is the JSON pointer of a format."""
 
-    def __init__(self, param: str, expand: Callable[[Content], Node] | None) -> None:
-        self._param = param
-        self._expand = expand
-        self._alternatives = 0
+    _param: str
+    _expand: Callable[[Content], Node] | None
+    _alternatives: int = 0
 
     def node(self, value: Any, at: str, depth: int) -> Node:
         if depth > LIMITS.max_nesting:

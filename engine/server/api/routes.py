@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, nullcontext
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from fastapi import Request, Response
@@ -118,23 +119,20 @@ RESPONSES: RouteResponses = {200: {"description": _ANSWER, "content": {"text/eve
 """The argument `responses` of routes that run a job."""
 
 
+@dataclass(eq=False)
 class JobResponse(Response):
     """Runs a job and sends its answer, or a stream. The job is aborted when the client disconnects."""
 
-    def __init__(
-        self,
-        make_answer: Callable[[ServerContext, Job, GuidedInfo | None], Answer],
-        job: Job,
-        request: Request,
-        context: ServerContext,
-    ) -> None:
+    _make_answer: Callable[[ServerContext, Job, GuidedInfo | None], Answer]
+    _job: Job
+    _request: Request
+    _context: ServerContext
+    _is_sent: bool = False
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._make_answer = make_answer
-        self._job = job
-        self._request = request
-        self._context = context
-        self._is_sent = False
-        request.state.ignored += map(request.state.field_names.of, job.ignored)
+        state = self._request.state
+        state.ignored += map(state.field_names.of, self._job.ignored)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job and send the answer. Raises the error of a job that fails before the first byte of its answer."""
@@ -144,17 +142,17 @@ class JobResponse(Response):
                 pass
 
         work = asyncio.create_task(self._run(scope, receive, send))
-        watching = asyncio.create_task(watch())
+        tasks = (work, asyncio.create_task(watch()))
         try:
-            await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if self._is_sent or work.done():
                 await work
             else:
                 self._context.client_left(self._job.http_id)
         finally:
-            work.cancel()
-            watching.cancel()
-            await asyncio.gather(work, watching, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job. If its constraint is refused, run `Job.relax` and try again."""
