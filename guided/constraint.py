@@ -73,12 +73,21 @@ class Constraint:
     """JSON pointers to the objects that have only their named properties because of `open_objects=False`."""
     origin: tuple[str, str] = field(default=("", ""), compare=False)
     """The field of a request that describes the constraint, and the JSON pointer within this field."""
+    parts: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False)
+    """JSON pointers to the parts of a structural tag that were given as constraints -> the origins of these parts."""
 
     @cached_property
     def key(self) -> str:
         """Canonical key of 32 hex digits, equal for equal constraints in every process."""
         text = repr((self.kind, self.source, self.whitespace, self.strict, self.open_objects))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    def place(self, pointer: str | None) -> tuple[str, str | None]:
+        """Return the field that a place in the constraint comes from, and the pointer within this field."""
+        for part, (name, inner) in self.parts.items():
+            if pointer is not None and f"{pointer}/".startswith(f"{part}/"):
+                return name, inner + pointer[len(part) :]
+        return self.origin[0], pointer
 
     @classmethod
     def of_kind(cls, kind: ConstraintKind, value: Any, *, param: str, **options: Any) -> Constraint:
@@ -200,10 +209,12 @@ class Constraint:
         document = read(tag, param)
         notes: list[str] = []
         closed = []
+        parts = {}
         options = {"open_objects": open_objects, "strict_schema": strict_schema}
         for content in contents(parse(document, param)):
             if isinstance(content.value, Constraint):
                 inner = content.value
+                parts[content.pointer] = inner.origin
             else:
                 with located(content, param):
                     inner = cls.of_kind(content.kind, content.value, param=param, **options)
@@ -220,6 +231,7 @@ class Constraint:
             not_enforced=tuple(notes),
             closed=tuple(closed),
             origin=(param, ""),
+            parts=parts,
         )
 
     def inner(self, content: Content) -> Constraint:

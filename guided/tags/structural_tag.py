@@ -38,6 +38,10 @@ class Token(Struct, frozen=True):
     token: int | str
 
 
+Mark = Text | Token
+"""The begin of a tag, its end, or a trigger."""
+
+
 class Content(Struct, frozen=True):
     """An output of another constraint, the content. `pointer` is the place of `value` in the structural tag."""
 
@@ -83,12 +87,12 @@ class Times(Struct, frozen=True):
 class Dispatch(Struct, frozen=True):
     """Free text up to a trigger, then the node of the trigger; repeated with `loop`. Free text alone is valid."""
 
-    rules: tuple[tuple[Text | Token, Node], ...]
+    rules: tuple[tuple[Mark, Node], ...]
     loop: bool
     excludes: tuple[str, ...] = ()
 
 
-Node = Text | Token | Content | FreeText | Series | Either | Times | Dispatch
+Node = Mark | Content | FreeText | Series | Either | Times | Dispatch
 
 
 def parse(tag: Mapping[str, Any], param: str, expand: Callable[[Content], Node] | None = None) -> Node:
@@ -191,13 +195,13 @@ class _Token(_Part, tag="token"):
     token: str | _TokenId
 
 
-_Mark = _Literal | _Token
+_MarkForm = _Literal | _Token
 
 
 class _Tag(_Part, tag="tag"):
-    begin: _Mark
+    begin: _MarkForm
     content: Any
-    end: _Mark | Annotated[list[_Mark], _AtLeastOne]
+    end: _MarkForm | Annotated[list[_MarkForm], _AtLeastOne]
 
 
 class _JsonSchema(_Part, tag="json_schema"):
@@ -416,7 +420,7 @@ class _NodeBuilder:
     def _nodes(self, values: Sequence[Any], at: str, depth: int) -> list[Node]:
         return [self.node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]
 
-    def _tag(self, tag: _Tag, at: str, depth: int) -> tuple[Text | Token, Node]:
+    def _tag(self, tag: _Tag, at: str, depth: int) -> tuple[Mark, Node]:
         """Return the begin of a tag, and the node of its content and end."""
         content = self.node(tag.content, f"{at}/content", depth + 1)
         ends = tag.end
@@ -428,7 +432,7 @@ class _NodeBuilder:
 
     def _triggered_tags(self, form: _TriggeredTags | _TokenTriggeredTags, at: str, depth: int) -> Node:
         tags = [self._tag(tag, f"{at}/tags/{index}", depth + 1) for index, tag in enumerate(form.tags)]
-        rules: dict[Text | Token, list[Node]] = {}
+        rules: dict[Mark, list[Node]] = {}
         excludes: tuple[str, ...] = ()
         if isinstance(form, _TriggeredTags):
             rules = {Text(trigger): [] for trigger in form.triggers}
@@ -503,13 +507,13 @@ def _convert(value: Any, kind: Any, at: str, param: str) -> Any:
         raise InvalidConstraint(message, param=param, pointer=pointer) from None
 
 
-def _mark(mark: str | _Token) -> Text | Token:
+def _mark(mark: str | _Token) -> Mark:
     if isinstance(mark, str):
         return Text(mark)
     return Token(mark.token)
 
 
-def _after(begin: Text | Token, trigger: Text | Token) -> Text | None:
+def _after(begin: Mark, trigger: Mark) -> Text | None:
     """Return the text of `begin` after `trigger`, or None if `begin` does not start with it."""
     if begin == trigger:
         return Text("")

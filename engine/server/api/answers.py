@@ -25,6 +25,8 @@ from guided.errors import GuidedError, error_body
 from guided.json_text import JsonObject
 from guided.tools.output_parser import Piece
 
+Finished = Sequence[RequestOutput]
+"""The last output of each prompt."""
 Events = Iterator[JsonObject]
 """Events of a stream, before they are written."""
 
@@ -54,7 +56,7 @@ class Answer(ABC):
         return self.context.texts.pieces(self.job.params.skip_special_tokens)
 
     @abstractmethod
-    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
+    def whole(self, finished: Finished) -> bytes:
         """Write the answer of a request without `stream`, from one output per prompt. Runs in a worker thread."""
 
     @abstractmethod
@@ -66,7 +68,7 @@ class Answer(ABC):
         """Build the events for the text and tokens of `output` that are new since the last call."""
 
     @abstractmethod
-    def last_events(self, finished: Sequence[RequestOutput]) -> Events:
+    def last_events(self, finished: Finished) -> Events:
         """Build the events after the last token."""
 
     def failure(self, error: GuidedError) -> JsonObject:
@@ -199,7 +201,7 @@ class ChoicesAnswer(Answer):
             for token, logprob, rank in alternatives.rows()
         }
 
-    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
+    def whole(self, finished: Finished) -> bytes:
         answer = {
             **self._head(self.whole_object),
             "choices": [],
@@ -270,7 +272,7 @@ class ChoicesAnswer(Answer):
                     chunk |= of_prompt
                 yield chunk
 
-    def last_events(self, finished: Sequence[RequestOutput]) -> Events:
+    def last_events(self, finished: Finished) -> Events:
         if self.job.reported.usage:
             yield {**self._head(self.chunk_object), "choices": [], "usage": usage_of(finished)}
 
@@ -322,10 +324,10 @@ class PartsAnswer(Answer):
         """Complete the open part with its text, and yield the events. `completion`: the output, if it has ended."""
 
     @abstractmethod
-    def ended(self, finished: Sequence[RequestOutput]) -> JsonObject:
+    def ended(self, finished: Finished) -> JsonObject:
         """Build the body of a whole answer. Called when the last part is complete."""
 
-    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
+    def whole(self, finished: Finished) -> bytes:
         for _ in self.new_events(0, finished[0]):
             pass
         return to_json(self.ended(finished))
@@ -414,7 +416,7 @@ def to_json(data: Any) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-def usage_of(finished: Sequence[RequestOutput]) -> JsonObject:
+def usage_of(finished: Finished) -> JsonObject:
     """Count the tokens of an answer. A prompt counts once, for any n."""
     prompt = sum(len(output.prompt_token_ids) for output in finished)
     cached = sum(output.num_cached_tokens or 0 for output in finished)

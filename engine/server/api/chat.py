@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.api.answers import ChoicesAnswer
+from engine.outputs import CompletionOutput
+from engine.server.api.answers import ChoicesAnswer, Finished
 from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
 from engine.server.request.bodies import ChatRequest, GuidedInfo
@@ -229,7 +229,7 @@ class _FunctionsAnswer(_ChatAnswer):
 class _CheckAnswer(_ChatAnswer):
     """A report on the admission, instead of the answer."""
 
-    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
+    def whole(self, finished: Finished) -> bytes:
         [first] = finished
         prompt_tokens = len(first.prompt_token_ids)
         seconds = first.compile_seconds

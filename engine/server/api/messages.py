@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.api.answers import Events, PartsAnswer, usage_of
+from engine.outputs import CompletionOutput
+from engine.server.api.answers import Events, Finished, PartsAnswer, usage_of
 from engine.server.api.chat import build_job_that_fits
 from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse, RouteResponses
 from engine.server.context import Context, ServerContext
@@ -28,6 +28,7 @@ from engine.server.request.bodies import (
     GenerationRequest,
     Message,
     OfferedTool,
+    TemplateVariables,
     TextPart,
     Tool,
     ToolCall,
@@ -37,7 +38,7 @@ from engine.server.request.bodies import (
     offered,
     thinking_variables,
 )
-from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
+from engine.server.request.fields import Body, FormatHolder, Many, NonEmpty, ResponseFormat
 from engine.server.request.job import Job
 from guided.errors import GuidedError, InvalidRequest
 from guided.json_text import JsonObject
@@ -54,7 +55,7 @@ EXAMPLE = {
 class Block(TypedBody):
     """A content block. Clients can send the blocks of an answer back unchanged."""
 
-    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    required: ClassVar = {
         "text": ("text",),
         "thinking": ("thinking",),
         "redacted_thinking": ("data",),
@@ -80,7 +81,7 @@ class Block(TypedBody):
 
 class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Many[Block], Field(min_length=1)]
+    content: NonEmpty[Block]
     """A text, or a list of blocks."""
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[Block])
@@ -152,7 +153,7 @@ class CountTokensRequest(GenerationRequest):
     """Body of `POST /v1/messages/count_tokens`."""
 
     model: str
-    messages: Annotated[Many[InputMessage], Field(min_length=1)]
+    messages: NonEmpty[InputMessage]
     system: str | Many[TextPart] | None = None
     max_tokens: int | None = None
     stop_sequences: Many[str] | None = None
@@ -162,7 +163,7 @@ class CountTokensRequest(GenerationRequest):
     output_config: OutputConfig | None = None
     output_format: ResponseFormat | None = None
     """The former place of `output_config.format`."""
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     thread: JsonObject | None = None
     """Refused: send all messages of the conversation."""
     # A message has one output, while a chat may have several.
@@ -291,7 +292,7 @@ class _MessageAnswer(PartsAnswer):
         usage = {"input_tokens": len(self.job.prompts[0]), "output_tokens": 0}
         yield {"type": "message_start", "message": self._message(usage=usage, guided=self.guided_info())}
 
-    def last_events(self, finished: Sequence[RequestOutput]) -> Events:
+    def last_events(self, finished: Finished) -> Events:
         message = self.ended(finished)
         stop = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": stop, "usage": message["usage"], "guided": message["guided"]}
@@ -325,7 +326,7 @@ class _MessageAnswer(PartsAnswer):
                 block["text"] = self.text
         yield self._event("stop")
 
-    def ended(self, finished: Sequence[RequestOutput]) -> JsonObject:
+    def ended(self, finished: Finished) -> JsonObject:
         [completion] = finished[0].outputs
         counted = usage_of(finished)
         cached = counted["prompt_tokens_details"]["cached_tokens"]

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -21,8 +21,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import AliasChoices, BaseModel, Field, model_validator
 
-from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from engine.server.api.answers import Events, PartsAnswer, to_json
+from engine.outputs import CompletionOutput, RequestMetrics
+from engine.server.api.answers import Events, Finished, PartsAnswer, to_json
 from engine.server.api.chat import build_job_that_fits
 from engine.server.api.routes import BodyRoute, JobResponse, RouteResponses
 from engine.server.context import Context, ServerContext
@@ -210,7 +210,7 @@ class _OllamaAnswer(PartsAnswer):
         if self.guided is not None:
             yield self._line({}, guided=self.guided_info())
 
-    def last_events(self, finished: Sequence[RequestOutput]) -> Events:
+    def last_events(self, finished: Finished) -> Events:
         self.parts.clear()
         yield self.ended(finished)
 
@@ -239,7 +239,7 @@ class _OllamaAnswer(PartsAnswer):
                 self.parts.append({"tool_calls": [{"id": self.job.new_call_id(), "function": function}]})
                 yield self._line(self.parts[-1])
 
-    def ended(self, finished: Sequence[RequestOutput]) -> JsonObject:
+    def ended(self, finished: Finished) -> JsonObject:
         whole: JsonObject = {}
         for part in self.parts:
             for name, value in part.items():

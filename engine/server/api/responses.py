@@ -6,18 +6,18 @@ The request is translated to a chat. The output of the chat becomes items, and e
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, groupby
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, field_validator
 from pydantic_core import PydanticCustomError
 
-from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.api.answers import Events, PartsAnswer, usage_of
+from engine.outputs import CompletionOutput
+from engine.server.api.answers import Events, Finished, PartsAnswer, usage_of
 from engine.server.api.chat import build_job
 from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
@@ -37,7 +37,7 @@ from engine.server.request.bodies import (
     joined,
     offered,
 )
-from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
+from engine.server.request.fields import Body, FormatHolder, Many, NonEmpty, ResponseFormat
 from engine.server.request.job import Job
 from guided.errors import GuidedError, error_body
 from guided.json_text import JsonObject
@@ -61,7 +61,7 @@ class InputPart(Body):
 class InputItem(TypedBody):
     """A message, a call, the output of a call, or thoughts. Clients can send the items of an answer back unchanged."""
 
-    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    required: ClassVar = {
         "message": ("role", "content"),
         "function_call": ("name", "arguments", "call_id"),
         "function_call_output": ("call_id", "output"),
@@ -113,7 +113,7 @@ class FunctionTool(OfferedTool):
 class ResponsesRequest(TurnRequest, json_schema_extra={"examples": [EXAMPLE]}):
     """Body of `POST /v1/responses`. The server keeps no state between requests."""
 
-    input: Annotated[Many[InputItem], Field(min_length=1)]
+    input: NonEmpty[InputItem]
     """A text, or a list of items."""
     instructions: str | None = None
     """A system message before the input."""
@@ -286,7 +286,7 @@ class _ResponseAnswer(PartsAnswer):
         for status in ("created", "in_progress"):
             yield {"type": f"response.{status}", "response": self._response("in_progress")}
 
-    def last_events(self, finished: Sequence[RequestOutput]) -> Events:
+    def last_events(self, finished: Finished) -> Events:
         response = self.ended(finished)
         yield {"type": f"response.{response['status']}", "response": response}
 
@@ -330,7 +330,7 @@ class _ResponseAnswer(PartsAnswer):
             yield self._about_text("response.content_part.done", part=part)
         yield self._about_item("response.output_item.done", item=item)
 
-    def ended(self, finished: Sequence[RequestOutput]) -> JsonObject:
+    def ended(self, finished: Finished) -> JsonObject:
         [completion] = finished[0].outputs
         status = _status(completion)
         counted = usage_of(finished)

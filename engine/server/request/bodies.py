@@ -15,7 +15,16 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import AfterValidator, AliasChoices, BaseModel, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.server.request.fields import REFUSED, Body, ConstraintFields, Many, NvextFields, SglangFields, name_here
+from engine.server.request.fields import (
+    REFUSED,
+    Body,
+    ConstraintFields,
+    Many,
+    NonEmpty,
+    NvextFields,
+    SglangFields,
+    name_here,
+)
 from guided.errors import InvalidRequest
 from guided.json_text import JsonObject
 
@@ -318,13 +327,7 @@ _NESTED = "functions stand side by side in the request's own tools, not within s
 class OfferedTool(FunctionDefinition):
     """A tool in a list that may contain hosted tools. Hosted tools are only named in the answer, as ignored."""
 
-    refused: ClassVar[Mapping[str, str]] = {
-        **REFUSED,
-        "function": _OF_CHATS,
-        "custom": _OF_CHATS,
-        "tools": _NESTED,
-        "functions": _NESTED,
-    }
+    refused: ClassVar = {**REFUSED, "function": _OF_CHATS, "custom": _OF_CHATS, "tools": _NESTED, "functions": _NESTED}
     type: str | None = None
 
     @model_validator(mode="before")
@@ -388,11 +391,15 @@ class ReasoningConfig(Body):
     """Passed to the chat template."""
 
 
+TemplateVariables = dict[str, str | int | float | bool | None]
+"""Variables of a chat template."""
+
+
 class TurnFields(Body):
     tool_choice: str | JsonObject | None = None
     """A mode, a function, or allowed_tools."""
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
 
 class TurnRequest(GenerationRequest, TurnFields):
@@ -445,7 +452,7 @@ class PromptFields(TurnFields):
 class ChatRequest(ChoicesRequest, TurnRequest, PromptFields, json_schema_extra={"examples": [CHAT_EXAMPLE]}):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[Many[Message], Field(min_length=1)]
+    messages: NonEmpty[Message]
     max_completion_tokens: TokenLimit = None
     max_tokens: TokenLimit = None
     """Maximum number of output tokens. Default: the rest of the context."""

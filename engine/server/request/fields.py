@@ -59,6 +59,8 @@ WITHOUT_EFFECT = (
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list that is validated up to its first error, so that a long list does not give an error for each element."""
+NonEmpty = Annotated[list[T], Field(fail_fast=True, min_length=1)]
+"""The same with at least one element."""
 
 MAX_IGNORED = 20
 """Maximum number of ignored fields that an answer names."""

@@ -16,8 +16,6 @@ from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
 from guided.json_text import JsonObject
 from guided.regex.parser import parse
-from guided.tags.structural_tag import contents
-from guided.tags.structural_tag import parse as parse_tag
 from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
 
 Thinking = Literal["open", "possible", "no"]
@@ -184,13 +182,13 @@ def output_form(
     special = any(name in texts for name in context.llm.model.vocabulary.special_names)
     if calls is None and requested.constraint is None and body.max_reasoning_tokens is None:
         return OutputForm(parser=parser, shows_special_tokens=special)
-    whole, places = _combined(body, requested, calls, reasoning, thinking)
+    whole = _combined(body, requested, calls, reasoning, thinking)
     if calls is not None:
-        return OutputForm(whole, "tools", places, parser, special, calls.format.id_length)
+        return OutputForm(whole, "tools", parser, special, calls.format.id_length)
     kind = "structural_tag"
     if requested.constraint is not None:
         kind = requested.constraint.kind
-    return OutputForm(whole, kind, places, parser, special)
+    return OutputForm(whole, kind, parser, special)
 
 
 def _combined(
@@ -199,8 +197,8 @@ def _combined(
     calls: Calls | None,
     reasoning: ReasoningFormat | None,
     thinking: Thinking,
-) -> tuple[Constraint, dict[str, tuple[str, str]]]:
-    """Return the constraint on the whole output, and the origins of its parts (`OutputForm.places`)."""
+) -> Constraint:
+    """Return the constraint on the whole output."""
     constraint = requested.constraint
     name = "tools"
     answer = None
@@ -210,16 +208,13 @@ def _combined(
         answer = as_format(constraint)
         whitespace = constraint.whitespace
     form = answer_format(calls or answer, reasoning, thinking, body.max_reasoning_tokens)
-    document = {"type": "structural_tag", "format": form}
-    whole = Constraint.structural_tag(
-        document,
+    return Constraint.structural_tag(
+        {"format": form},
         whitespace=whitespace,
         open_objects=requested.open_objects,
         strict_schema=body.strict_schema is True,
         param=name,
     )
-    parts = [content for content in contents(parse_tag(document, name)) if isinstance(content.value, Constraint)]
-    return whole, {part.pointer: part.value.origin for part in parts}
 
 
 def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: ServerContext) -> Thinking:
