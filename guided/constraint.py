@@ -71,10 +71,12 @@ class Constraint:
     keywords that are probably misspelt, with a remark in parentheses."""
     closed: tuple[str, ...] = field(default=(), compare=False)
     """JSON pointers to the objects that have only their named properties because of `open_objects=False`."""
-    origin: tuple[str, str] = field(default=("", ""), compare=False)
-    """The field of a request that describes the constraint, and the JSON pointer within this field."""
+    param: str = field(default="", compare=False)
+    """The field of a request that describes the constraint."""
+    pointer: str = field(default="", compare=False)
+    """JSON pointer to the constraint within this field."""
     parts: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False)
-    """JSON pointers to the parts of a structural tag that were given as constraints -> the origins of these parts."""
+    """JSON pointers to the parts of a structural tag that were given as constraints -> their `param` and `pointer`."""
 
     @cached_property
     def key(self) -> str:
@@ -87,7 +89,7 @@ class Constraint:
         for part, (name, inner) in self.parts.items():
             if pointer is not None and f"{pointer}/".startswith(f"{part}/"):
                 return name, inner + pointer[len(part) :]
-        return self.origin[0], pointer
+        return self.param, pointer
 
     @classmethod
     def of_kind(cls, kind: ConstraintKind, value: Any, *, param: str, **options: Any) -> Constraint:
@@ -142,13 +144,13 @@ class Constraint:
             *("json_schema", source, spaces, strict_schema, open_objects),
             not_enforced=tuple(notes),
             closed=closed,
-            origin=(param, ""),
+            param=param,
         )
 
     @classmethod
     def json_object(cls, *, whitespace: str | None = None, param: str = "json_object") -> Constraint:
         """The output is any JSON object."""
-        return cls("json_object", "", _whitespace(whitespace, param), origin=(param, ""))
+        return cls("json_object", "", _whitespace(whitespace, param), param=param)
 
     @classmethod
     def regex(cls, pattern: str, *, param: str = "regex") -> Constraint:
@@ -157,7 +159,7 @@ class Constraint:
         if not pattern:
             raise InvalidConstraint("the regex is empty: only the empty output would match", param=param)
         LIMITS.check_regex(pattern, param)
-        return cls("regex", pattern, origin=(param, ""))
+        return cls("regex", pattern, param=param)
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, param: str = "choice") -> Constraint:
@@ -177,7 +179,7 @@ class Constraint:
         for index, option in enumerate(choices):
             _check_text(option, "choice", param, pointer=f"/{index}")
         _check_text(source, "choice", param)
-        return cls("choice", source, origin=(param, ""))
+        return cls("choice", source, param=param)
 
     @classmethod
     def grammar(cls, text: str, *, param: str = "grammar") -> Constraint:
@@ -186,7 +188,7 @@ class Constraint:
         if not text.strip():
             raise InvalidConstraint("the grammar is empty: give at least one rule", param=param)
         LIMITS.check_grammar(text, param)
-        return cls("grammar", text, origin=(param, ""))
+        return cls("grammar", text, param=param)
 
     @classmethod
     def structural_tag(
@@ -214,7 +216,7 @@ class Constraint:
         for content in contents(parse(document, param)):
             if isinstance(content.value, Constraint):
                 inner = content.value
-                parts[content.pointer] = inner.origin
+                parts[content.pointer] = (inner.param, inner.pointer)
             else:
                 with located(content, param):
                     inner = cls.of_kind(content.kind, content.value, param=param, **options)
@@ -230,7 +232,7 @@ class Constraint:
             *("structural_tag", source, spaces, strict_schema, open_objects),
             not_enforced=tuple(notes),
             closed=tuple(closed),
-            origin=(param, ""),
+            param=param,
             parts=parts,
         )
 
@@ -245,7 +247,8 @@ class Constraint:
             *(content.kind, source, self.whitespace, self.strict, self.open_objects, self.leave_out),
             not_enforced=_below(self.not_enforced, content.pointer),
             closed=_below(self.closed, content.pointer),
-            origin=(self.origin[0], content.pointer),
+            param=self.param,
+            pointer=content.pointer,
         )
 
     @property

@@ -28,7 +28,7 @@ class ToolFormat:
     Without `separator`, each call is independent, and free text may stand between calls.
     """
 
-    marks: tuple[str, ...]
+    marks: Sequence[str]
     """Texts that all occur in the chat templates of the family."""
     family: str = ""
     """`xgrammar`'s name of the family. `tool_format` takes missing texts from its structural tag."""
@@ -48,7 +48,7 @@ class ToolFormat:
     """Whether a turn of the model may have several calls."""
     style: str = "json"
     """The style of the arguments: see `Content.style`."""
-    variants: tuple[str, ...] = ()
+    variants: Sequence[str] = ()
     """Alternative texts of a call before its arguments."""
     pattern: str = ""
     """Regex of the text before the arguments, with `{name}`, for calls that models write without a mask. It begins with
@@ -70,7 +70,7 @@ class ReasoningFormat:
 
     begin: str
     end: str
-    marks: tuple[str, ...]
+    marks: Sequence[str]
     between: str = ""
     """Text after the end, before the answer."""
     answer: str = ""
@@ -194,11 +194,11 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         between="<|open|>response<|sep|>",
         finish=_K3_FINISH,
     ),
-    "gemma_4": ReasoningFormat(begin="<|channel>thought\n", end="<channel|>", marks=("<|channel>", "<channel|>")),
-    "mistral": ReasoningFormat(begin="[THINK]", end="[/THINK]", marks=("[/THINK]",)),
-    "cohere": ReasoningFormat(begin="<|START_THINKING|>", end="<|END_THINKING|>", marks=("<|END_THINKING|>",)),
-    "minimax_m3": ReasoningFormat(begin="<mm:think>", end="</mm:think>", marks=("</mm:think>",)),
-    "think": ReasoningFormat(begin="<think>", end="</think>", marks=("</think>",)),
+    "gemma_4": ReasoningFormat("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", ("[/THINK]",)),
+    "cohere": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", ("<|END_THINKING|>",)),
+    "minimax_m3": ReasoningFormat("<mm:think>", "</mm:think>", ("</mm:think>",)),
+    "think": ReasoningFormat("<think>", "</think>", ("</think>",)),
 }
 """Name -> format, chosen as in `TOOL_FORMATS`."""
 

@@ -74,7 +74,7 @@ def test_every_spelling_is_one_constraint(kind: Any, value: Any, fields: dict[st
     found = of(**fields)
     assert found == RequestedConstraint(expected, "auto")
     assert found.constraint is not None
-    assert found.constraint.origin == (param, "")
+    assert (found.constraint.param, found.constraint.pointer) == (param, "")
 
 
 def test_limits_hold() -> None:

@@ -204,7 +204,7 @@ def _combined(
     answer = None
     whitespace = None
     if constraint is not None:
-        name = constraint.origin[0]
+        name = constraint.param
         answer = as_format(constraint)
         whitespace = constraint.whitespace
     form = answer_format(calls or answer, reasoning, thinking, body.max_reasoning_tokens)
