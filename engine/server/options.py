@@ -64,7 +64,8 @@ class ServerSettings:
     @property
     def api_keys(self) -> tuple[str, ...]:
         """The API keys. Empty: requests need no key."""
-        return tuple(stripped for key in (self.api_key or "").split(",") if (stripped := key.strip()))
+        keys = map(str.strip, (self.api_key or "").split(","))
+        return tuple(filter(None, keys))
 
 
 @dataclass(frozen=True)

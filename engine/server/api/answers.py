@@ -295,6 +295,9 @@ class ChoicesAnswer(Answer):
         }
 
 
+_NO_PIECE = Piece("", "")
+
+
 class PartsAnswer(Answer):
     """An answer with one output as a list of parts: texts, thoughts and calls. Only the last part may still grow."""
 
@@ -304,15 +307,15 @@ class PartsAnswer(Answer):
         super().__post_init__()
         self.parser = self.job.form.parser()
         self.parts: list[JsonObject] = []
-        self.open: str | None = None
-        """Kind of the piece that began the part that still grows. None: no part is open."""
+        self.open = _NO_PIECE
+        """The piece that began the part that still grows."""
         self.text = ""
         """The text of the open part."""
         self._text_tokens = TokenPlaces(self.pieces)
 
-    @abstractmethod
     def begin(self, piece: Piece) -> Events:
         """Append the part that `piece` begins, and yield the events. The text of a call's piece is the called name."""
+        yield from ()
 
     @abstractmethod
     def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
@@ -340,10 +343,10 @@ class PartsAnswer(Answer):
             pieces = [Piece("text", "")]
         for piece in pieces:
             is_call = piece.kind in ("call", "custom")
-            continues = piece.kind in (self.open, "arguments", "input") and not is_call
+            continues = piece.kind in (self.open.kind, "arguments", "input") and not is_call
             if not continues:
                 yield from self._close()
-                self.open = piece.kind
+                self.open = piece
                 self.text = ""
                 yield from self.begin(piece)
             if not is_call:
@@ -363,9 +366,9 @@ class PartsAnswer(Answer):
         return b"event: " + kind.encode() + b"\n" + super().event(data)
 
     def _close(self, completion: CompletionOutput | None = None) -> Events:
-        if self.open is not None:
+        if self.open is not _NO_PIECE:
             yield from self.close(completion)
-            self.open = None
+            self.open = _NO_PIECE
 
 
 class TokenPlaces:

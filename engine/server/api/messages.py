@@ -309,12 +309,12 @@ class _MessageAnswer(PartsAnswer):
         yield self._event("start", content_block=block)
 
     def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
-        name, field = _DELTAS[self.open or "text"]
+        name, field = _DELTAS[self.open.kind]
         yield self._event("delta", delta={"type": name, field: text})
 
     def close(self, completion: CompletionOutput | None) -> Events:
         block = self.parts[-1]
-        match self.open:
+        match self.open.kind:
             case "call":
                 with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off has no input
                     block["input"] = json.loads(self.text)

@@ -31,7 +31,6 @@ from engine.server.request.bodies import ChatRequest, Message, thinking_variable
 from engine.server.request.fields import Body, Many, Schema
 from guided.errors import GuidedError
 from guided.json_text import JsonObject
-from guided.tools.output_parser import Piece
 
 _RESPONSES: RouteResponses = {200: {"content": {"application/x-ndjson": {}}}}
 _OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -203,8 +202,6 @@ class _OllamaAnswer(PartsAnswer):
 
     place: str
     """The name of the field that holds the prompt."""
-    called: str = ""
-    """The name of the function that the open part calls."""
 
     def first_events(self) -> Events:
         if self.guided is not None:
@@ -220,22 +217,18 @@ class _OllamaAnswer(PartsAnswer):
     def event(self, data: JsonObject) -> bytes:
         return to_json(data) + b"\n"
 
-    def begin(self, piece: Piece) -> Events:
-        self.called = piece.text
-        yield from ()
-
     def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
-        if self.open in _FIELDS:
-            part: JsonObject = {_FIELDS[self.open]: text}
+        if self.open.kind in _FIELDS:
+            part: JsonObject = {_FIELDS[self.open.kind]: text}
             if logprobs:
                 part["logprobs"] = logprobs
             self.parts.append(part)
             yield self._line(part)
 
     def close(self, completion: CompletionOutput | None) -> Events:
-        if self.open == "call":
+        if self.open.kind == "call":
             with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off is left out
-                function = {"name": self.called, "arguments": json.loads(self.text)}
+                function = {"name": self.open.text, "arguments": json.loads(self.text)}
                 self.parts.append({"tool_calls": [{"id": self.job.new_call_id(), "function": function}]})
                 yield self._line(self.parts[-1])
 

@@ -373,7 +373,7 @@ class _ResponseAnswer(PartsAnswer):
 
     @property
     def _kind(self) -> _Kind:
-        return _KINDS[self.open or "text"]
+        return _KINDS[self.open.kind]
 
     def _about_item(self, event: str, **fields: Any) -> JsonObject:
         return {"type": event, "output_index": len(self.parts) - 1, **fields}

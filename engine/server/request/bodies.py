@@ -285,9 +285,11 @@ class InputFormat(Body):
     @classmethod
     def _take_grammar(cls, data: Any) -> Any:
         """Move the fields of the object `grammar`, which chats have, beside `type`, where responses have them."""
-        if isinstance(data, dict) and isinstance(grammar := data.get("grammar"), dict):
-            return {**{name: value for name, value in data.items() if name != "grammar"}, **grammar}
-        return data
+        if not isinstance(data, dict) or not isinstance(data.get("grammar"), dict):
+            return data
+        beside = dict(data)
+        grammar = beside.pop("grammar")
+        return {**beside, **grammar}
 
     def input_schema(self) -> JsonObject:
         """Return the schema of the text for the chat template."""
