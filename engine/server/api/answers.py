@@ -27,6 +27,8 @@ from guided.tools.output_parser import Piece
 
 Finished = Sequence[RequestOutput]
 """The last output of each prompt."""
+_NO_PIECE = Piece("", "")
+_NO_TEXT = Piece("text", "")
 Events = Iterator[JsonObject]
 """Events of a stream, before they are written."""
 
@@ -140,26 +142,22 @@ class ChoicesAnswer(Answer):
     """The `object` of a chunk."""
     prompts_in_choices: ClassVar[bool] = False
     """Whether reports on a prompt stand in its choices, and not beside them."""
+    last_part: ClassVar[JsonObject]
+    """The part of a choice's last chunk that would carry text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._sent = [(0, 0, False)] * self.job.num_choices
-        """Choice of a stream -> number of characters and of tokens that were sent, and whether the choice has ended."""
+        self.parsers = [self.job.form.parser() for _ in range(self.job.num_choices)]
+        self._sent = [(0, False)] * self.job.num_choices
+        """Choice of a stream -> number of tokens that were sent, and whether the choice has ended."""
 
     @abstractmethod
-    def message(self, index: int, output: CompletionOutput) -> JsonObject:
+    def message(self, index: int, pieces: Sequence[Piece]) -> JsonObject:
         """Build the part of a whole answer's choice that carries the text."""
 
     @abstractmethod
-    def content(self, text: str | None) -> JsonObject:
-        """Build the part of a chunk that carries new text. None: the choice has ended."""
-
-    def contents(self, index: int, output: CompletionOutput, sent: int) -> list[JsonObject]:
-        """Build the parts of chunks for the text of `output` after its first `sent` characters."""
-        text = output.text[sent:]
-        if text:
-            return [self.content(text)]
-        return []
+    def part(self, piece: Piece) -> JsonObject:
+        """Build the part of a chunk that carries a piece of the output."""
 
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
         """Return why the choice ended. Called after the text of the choice was built."""
@@ -172,6 +170,9 @@ class ChoicesAnswer(Answer):
     @abstractmethod
     def opening(self, index: int) -> JsonObject | None:
         """Build the part of the chunk before a choice's first token, or None for no such chunk."""
+
+    def _pieces_of(self, index: int, output: CompletionOutput) -> list[Piece]:
+        return self.parsers[index].feed(output.text, output.has_stopped)
 
     def _of_tokens(self, index: int, output: CompletionOutput, which: slice) -> JsonObject:
         """Build the fields that report on the tokens `which`: `logprobs`, `token_ids`, `masks`."""
@@ -216,7 +217,7 @@ class ChoicesAnswer(Answer):
                 index = prompt * self.job.params.n + completion.index
                 choice = {
                     "index": index,
-                    **self.message(index, completion),
+                    **self.message(index, self._pieces_of(index, completion)),
                     "finish_reason": self.finish_reason(index, completion),
                     "stop_reason": completion.stop_reason,
                     **self._of_tokens(index, completion, slice(None)),
@@ -232,26 +233,26 @@ class ChoicesAnswer(Answer):
     def new_events(self, prompt: int, output: RequestOutput) -> Events:
         for completion in output.outputs:
             index = prompt * self.job.params.n + completion.index
-            characters, tokens, ended = self._sent[index]
+            tokens, ended = self._sent[index]
             if ended:
                 continue
             count = tokens
             if completion.logprobs is not None or completion.mask_details is not None or self.job.reported.token_ids:
                 count = len(completion.token_ids)
-            contents = self.contents(index, completion, characters)
-            if not contents and tokens < count:
-                contents = [self.content("")]
-            for content in contents:  # the first chunk has the reports on the tokens
-                fields = {**content, **self._of_tokens(index, completion, slice(tokens, count))}
+            pieces = self._pieces_of(index, completion)
+            if not pieces and tokens < count:
+                pieces = [_NO_TEXT]
+            for piece in pieces:  # the first chunk has the reports on the tokens
+                fields = {**self.part(piece), **self._of_tokens(index, completion, slice(tokens, count))}
                 yield self._chunk(index, fields, len(completion.token_ids))
                 tokens = count
-            self._sent[index] = len(completion.text), count, completion.finish_reason is not None
+            self._sent[index] = count, completion.finish_reason is not None
             if completion.finish_reason is not None:
                 reasons = {
                     "finish_reason": self.finish_reason(index, completion),
                     "stop_reason": completion.stop_reason,
                 }
-                chunk = self._chunk(index, {**self.content(None), **reasons}, len(completion.token_ids))
+                chunk = self._chunk(index, {**self.last_part, **reasons}, len(completion.token_ids))
                 if self.job.params.complete or (completion.mask_details is not None and self.guided is not None):
                     chunk["guided"] = self.guided_info([output], [completion])
                 yield chunk
@@ -264,7 +265,7 @@ class ChoicesAnswer(Answer):
             opening = self.opening(index)
             of_prompt = self._of_prompt(index // self.job.params.n)
             if guided or of_prompt or opening is not None:
-                choice = opening or self.content("")
+                choice = opening or self.part(_NO_TEXT)
                 chunk = self._chunk(index, choice) | guided
                 if self.prompts_in_choices:
                     chunk["choices"][0] |= of_prompt
@@ -293,9 +294,6 @@ class ChoicesAnswer(Answer):
             "created": self.created,
             "model": self.context.settings.model_name,
         }
-
-
-_NO_PIECE = Piece("", "")
 
 
 class PartsAnswer(Answer):
@@ -340,7 +338,7 @@ class PartsAnswer(Answer):
         has_ended = completion.finish_reason is not None
         pieces = self.parser.feed(completion.text, completion.has_stopped)
         if has_ended and not pieces and not self.parts:
-            pieces = [Piece("text", "")]
+            pieces = [_NO_TEXT]
         for piece in pieces:
             is_call = piece.kind in ("call", "custom")
             continues = piece.kind in (self.open.kind, "arguments", "input") and not is_call

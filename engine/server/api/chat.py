@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -139,15 +140,12 @@ _OWNERS = {field: kind for kind, field in _CALLS.values()}
 class _ChatAnswer(ChoicesAnswer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    last_part: ClassVar = {"delta": {}}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._parsers = [self.job.form.parser() for _ in range(self.job.num_choices)]
-
-    def message(self, index: int, output: CompletionOutput) -> JsonObject:
+    def message(self, index: int, pieces: Sequence[Piece]) -> JsonObject:
         calls = []
         texts = {"text": "", "reasoning": ""}
-        for piece in self._parsers[index].feed(output.text, output.has_stopped):
+        for piece in pieces:
             if piece.kind in _CALLS:
                 calls.append(self._call(piece))
             elif piece.kind in texts:
@@ -166,9 +164,8 @@ class _ChatAnswer(ChoicesAnswer):
         kind, field = _CALLS[piece.kind]
         return {"id": self.job.new_call_id(), "type": kind, kind: {"name": piece.text, field: ""}}
 
-    def contents(self, index: int, output: CompletionOutput, sent: int) -> list[JsonObject]:
-        pieces = self._parsers[index].feed(output.text, output.has_stopped)
-        return [{"delta": self.delta(piece)} for piece in pieces]
+    def part(self, piece: Piece) -> JsonObject:
+        return {"delta": self.delta(piece)}
 
     def delta(self, piece: Piece) -> JsonObject:
         """Build the delta of a chunk for a piece of the output."""
@@ -183,7 +180,7 @@ class _ChatAnswer(ChoicesAnswer):
                 return {"tool_calls": [{"index": piece.index, _OWNERS[field]: {field: piece.text}}]}
 
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
-        parser = self._parsers[index]
+        parser = self.parsers[index]
         called = parser.num_calls and parser.complete
         if called and output.finish_reason == "stop":
             return "tool_calls"
@@ -191,11 +188,6 @@ class _ChatAnswer(ChoicesAnswer):
 
     def opening(self, index: int) -> JsonObject:
         return {"delta": {"role": "assistant", "content": ""}}
-
-    def content(self, text: str | None) -> JsonObject:
-        if text is None:
-            return {"delta": {}}
-        return {"delta": {"content": text}}
 
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> JsonObject | None:
         if output.logprobs is None:
@@ -207,8 +199,8 @@ class _ChatAnswer(ChoicesAnswer):
 class _FunctionsAnswer(_ChatAnswer):
     """The answer to a request with `functions`, the former name of tools: a message has one `function_call`."""
 
-    def message(self, index: int, output: CompletionOutput) -> JsonObject:
-        message = super().message(index, output)["message"]
+    def message(self, index: int, pieces: Sequence[Piece]) -> JsonObject:
+        message = super().message(index, pieces)["message"]
         for call in message.pop("tool_calls", []):
             message["function_call"] = call["function"]
         return {"message": message}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 
@@ -19,6 +19,7 @@ from engine.server.request.job import Job, OutputForm, check_size, ignored_field
 from engine.server.request.prompts import encode
 from guided.errors import InvalidRequest
 from guided.json_text import JsonObject
+from guided.tools.output_parser import Piece
 
 router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
@@ -76,23 +77,24 @@ class _TextAnswer(ChoicesAnswer):
     whole_object = "text_completion"
     chunk_object = "text_completion"
     prompts_in_choices = True
+    last_part: ClassVar = {"text": ""}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._places = [TokenPlaces(self.pieces) for _ in range(self.job.num_choices)]
         """Places of the tokens that have their log-probabilities, by choice."""
 
-    def message(self, index: int, output: CompletionOutput) -> JsonObject:
-        return {"text": self._echoed(index) + output.text}
+    def message(self, index: int, pieces: Sequence[Piece]) -> JsonObject:
+        return {"text": self._echoed(index) + "".join(piece.text for piece in pieces)}
 
     def opening(self, index: int) -> JsonObject | None:
         text = self._echoed(index)
         if text:
-            return self.content(text)
+            return {"text": text}
         return None
 
-    def content(self, text: str | None) -> JsonObject:
-        return {"text": text or ""}
+    def part(self, piece: Piece) -> JsonObject:
+        return {"text": piece.text}
 
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> JsonObject | None:
         """Build OpenAI's older shape. `text_offset` is the place of a token in the text, in characters.
