@@ -146,7 +146,7 @@ class OutputConfig(FormatHolder):
     path = "output_config"
     format: ResponseFormat | None = None
     effort: str | None = None
-    """Passed to the chat template as `reasoning_effort`."""
+    """Effort of the thinking phase, which the chat template gets as `reasoning_effort`."""
 
 
 class CountTokensRequest(GenerationRequest):

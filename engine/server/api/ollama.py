@@ -45,7 +45,7 @@ class OllamaRequest(ChatRequest):
     unused: ClassVar[Collection[str]] = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
     messages: Many[Message] = Field(default=[])
     stream: bool = True
-    """Answer in lines of JSON."""
+    """Whether the answer is a stream of lines of JSON."""
     format: Schema = None
     """A schema, or "json": the output is a JSON object."""
     options: JsonObject | None = None
@@ -53,7 +53,7 @@ class OllamaRequest(ChatRequest):
     think: bool | str | None = None
     """Whether to think, or an effort."""
     keep_alive: str | float | None = None
-    """Has no effect: the model stays loaded."""
+    """Time for which the model stays loaded. Without effect: it always does."""
     # An answer has one output, while a chat may have several.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None

@@ -59,7 +59,7 @@ class TypedBody(Body):
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool | None = None
-    """Accepted, without effect."""
+    """Padding of the events. Without effect."""
 
 
 TokenLimit = Annotated[int | None, AfterValidator(lambda limit: None if limit == -1 else limit)]
@@ -75,15 +75,15 @@ class GenerationRequest(ConstraintFields):
     stream_options: StreamOptions | None = None
     # Options of the constraint. The constraint itself is one of `ConstraintFields`.
     backend: str | None = None
-    """auto, llguidance, xgrammar, outlines or lm-format-enforcer."""
+    """Grammar library: auto, llguidance, xgrammar, outlines or lm-format-enforcer."""
     guided_decoding_backend: str | None = None
     """vLLM's older name of `backend`."""
     open_objects: bool | None = None
     """Whether objects may have properties that their schema neither names nor excludes."""
     strict_schema: bool | None = None
-    """Reject formats that are not in the specification."""
+    """Whether formats that are not in the specification are refused."""
     complete: bool | None = None
-    """Complete the constraint within max_tokens."""
+    """Whether the output is completed within max_tokens."""
     nvext: NvextFields | None = None
     """Further fields, where clients of NVIDIA's servers send them."""
     sampling_params: SglangFields | None = None
@@ -113,15 +113,15 @@ class GenerationRequest(ConstraintFields):
     spaces_between_special_tokens: bool | None = None
     best_of: int | None = None
     resample: bool | None = None
-    """Draw n of best_of outputs, weighted by their kept mass."""
+    """Whether the n outputs are drawn from best_of, weighted by their kept mass."""
     use_beam_search: bool | None = None
-    """Beam search with best_of beams and temperature 0."""
+    """Whether to search with best_of beams, at temperature 0."""
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     logprobs_mode: Literal["raw", "masked"] | None = None
     """Log-probabilities of the model (raw), or after the mask."""
     mask_details: bool | None = None
-    """Report what each mask allowed, and its time."""
+    """Whether the answer reports what each mask allowed, and its time."""
     vllm_xargs: JsonObject | None = None
     """The `extra_args` of the server's custom logits processors."""
 
@@ -185,9 +185,9 @@ class ChoicesRequest(GenerationRequest):
     prompt_logprobs: int | None = None
     """Alternatives for each token of the prompt."""
     return_token_ids: bool | None = None
-    """Report the ids of the tokens."""
+    """Whether the answer has the ids of the tokens."""
     return_tokens_as_token_ids: bool | None = None
-    """Tokens of log-probabilities are written as "token_id:123"."""
+    """Whether tokens of log-probabilities are written as "token_id:123"."""
 
     @property
     def reported(self) -> Reported:
@@ -390,7 +390,7 @@ def thinking_variables(on: bool) -> JsonObject:
 
 class ReasoningConfig(Body):
     effort: str | None = None
-    """Passed to the chat template."""
+    """Effort of the thinking phase, which the chat template gets."""
 
 
 TemplateVariables = dict[str, str | int | float | bool | None]
@@ -428,7 +428,7 @@ class PromptFields(TurnFields):
     """Whether a constraint starts after the thinking phase (free) or at the first token (constrained). An object has
     the effort."""
     reasoning_effort: str | None = None
-    """Passed to the chat template."""
+    """Effort of the thinking phase, which the chat template gets."""
 
     @model_validator(mode="after")
     def _take_functions(self) -> Self:
