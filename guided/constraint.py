@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
+from guided.json_text import JsonObject
 from guided.limits import LIMITS
 from guided.schema.keywords import replaced
 from guided.tags.structural_tag import Content, Node, contents, located, parse, read
@@ -103,7 +104,7 @@ class Constraint:
     @classmethod
     def json_schema(
         cls,
-        schema: Mapping[str, Any] | bool | str,
+        schema: JsonObject | bool | str,
         *,
         whitespace: str | None = None,
         open_objects: bool | None = None,
@@ -193,7 +194,7 @@ class Constraint:
     @classmethod
     def structural_tag(
         cls,
-        tag: Mapping[str, Any] | str,
+        tag: JsonObject | str,
         *,
         whitespace: str | None = None,
         open_objects: bool | None = None,

@@ -11,7 +11,7 @@ import ast
 import html
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
@@ -29,7 +29,7 @@ _MAX_FREE_NESTING = 4
 _CLOSING = {"{": "}", "[": "]"}
 
 
-_Path = tuple[str, ...]
+_Path = Sequence[str]
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 """Python's names, which models sometimes write."""
 _STRING = r"""<\|"\|>(?P<raw>.*?)<\|"\|>|(?P<json>"(?:\\.|[^"\\])*")|(?P<python>'(?:\\.|[^'\\])*')"""
@@ -147,7 +147,7 @@ class _Writer:
             return [Text(before)]
         return [Text(before), Content("regex", self._style.new_names, f"{self._content.pointer}{place}"), Text(after)]
 
-    def _values(self, schema: Schema, types: tuple[str, ...], place: str, end: str) -> Iterator[Node]:
+    def _values(self, schema: Schema, types: Sequence[str], place: str, end: str) -> Iterator[Node]:
         """Yield the nodes of the values of `schema` that have one of `types`. A string ends with `end`."""
         has_texts = "string" in types and not self._style.has_json_strings
         texts = None
@@ -178,7 +178,7 @@ class _Writer:
             rest = [kind for kind in rest if kind in SCALARS]
         form = None
         if rest:
-            form = _restricted(schema, tuple(rest))
+            form = _restricted(schema, rest)
         if form is not None:
             yield Content("json_schema", _alone(form.root, form), f"{self._content.pointer}{place}")
 
@@ -194,7 +194,7 @@ def _alone(schema: Schema, form: CanonicalForm) -> Schema:
     return schema
 
 
-def _restricted(schema: Schema, types: tuple[str, ...]) -> CanonicalForm | None:
+def _restricted(schema: Schema, types: Sequence[str]) -> CanonicalForm | None:
     """Return the canonical form of a schema restricted to `types`; None if no value satisfies it."""
     document: JsonObject = {"type": [*types]}
     if isinstance(schema, dict):

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
-from guided.json_text import JsonError, JsonTooLarge, loads
+from guided.json_text import JsonError, JsonObject, JsonTooLarge, loads
 from guided.limits import LIMITS
 from guided.tags.styles import STYLES
 
@@ -95,7 +95,7 @@ class Dispatch(Struct, frozen=True):
 Node = Mark | Content | FreeText | Series | Either | Times | Dispatch
 
 
-def parse(tag: Mapping[str, Any], param: str, expand: Callable[[Content], Node] | None = None) -> Node:
+def parse(tag: JsonObject, param: str, expand: Callable[[Content], Node] | None = None) -> Node:
     """Check the shape of a structural tag, and return its nodes. `expand` replaces contents in styles other than JSON.
 
     Raises:
@@ -105,7 +105,7 @@ def parse(tag: Mapping[str, Any], param: str, expand: Callable[[Content], Node] 
     return _NodeBuilder(param, expand).node(_convert(tag, _Document, "", param).format, "/format", 0)
 
 
-def read(tag: Mapping[str, Any] | str, param: str) -> Any:
+def read(tag: JsonObject | str, param: str) -> Any:
     """Read a structural tag from an object or JSON text, in the form with `format` or in vLLM's older form.
 
     Raises the errors of `parse`.
