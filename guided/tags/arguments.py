@@ -236,7 +236,6 @@ class ArgumentReader:
         """
         if self._style.separator:
             return _read_list(text, position)
-        names = []
         values = []
         while begin := self._style.begin_pattern.match(text, position):
             groups = {"name": "", "kind": "", "pad": "", **begin.groupdict("")}
@@ -245,12 +244,12 @@ class ArgumentReader:
             value, end = self._value(text, begin.end(), close, groups["kind"], (*path, name))
             if end < 0:
                 break
-            names.append(name)
-            values.append(value)
+            values.append((name, value))
             position = end
-        if path and self._style.item and set(names) == {ITEM}:
-            return values, position
-        return dict(zip(names, values, strict=True)), position
+        named = dict(values)
+        if path and self._style.item and named.keys() == {ITEM}:
+            return [value for _, value in values], position
+        return named, position
 
     def _value(self, text: str, start: int, close: str, kind: str, path: _Path) -> tuple[Any, int]:
         """Return the value at `start` and the position after its element; -1 if the element is not complete.

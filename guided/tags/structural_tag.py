@@ -469,7 +469,7 @@ class _NodeBuilder:
                 raise self._invalid(f"{message}: its tags never can be produced", at)
         for trigger, rest in dispatch.rules:
             if rest == Either(()):
-                shown = trigger.text if isinstance(trigger, Text) else trigger.token
+                [shown] = msgspec.structs.astuple(trigger)
                 raise self._invalid(f"no tag begins with the trigger {bounded(shown, 60)!r}", at)
         return dispatch
 
