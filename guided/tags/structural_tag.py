@@ -372,8 +372,9 @@ class _NodeBuilder:
                 return self._times(form.content, 1, -1, at, depth)
             case _Star():
                 return self._times(form.content, 0, -1, at, depth)
-            case _:
+            case _Repeat():
                 return self._times(form.content, form.min, form.max, at, depth)
+        raise AssertionError(f"{type(form).__name__} is no format")
 
     def _times(self, content: Any, low: int, high: int, at: str, depth: int) -> Node:
         """Return the content, repeated `low` to `high` times. A `high` of -1 is unbounded."""
