@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
+from guided.json_text import JsonObject
 from guided.limits import LIMITS
 from guided.schema.keywords import replaced
 from guided.tags.structural_tag import Content, Node, contents, located, parse, read
@@ -71,14 +72,25 @@ class Constraint:
     keywords that are probably misspelt, with a remark in parentheses."""
     closed: tuple[str, ...] = field(default=(), compare=False)
     """JSON pointers to the objects that have only their named properties because of `open_objects=False`."""
-    origin: tuple[str, str] = field(default=("", ""), compare=False)
-    """The field of a request that describes the constraint, and the JSON pointer within this field."""
+    param: str = field(default="", compare=False)
+    """The field of a request that describes the constraint."""
+    pointer: str = field(default="", compare=False)
+    """JSON pointer to the constraint within this field."""
+    parts: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False)
+    """JSON pointers to the parts of a structural tag that were given as constraints -> their `param` and `pointer`."""
 
     @cached_property
     def key(self) -> str:
         """Canonical key of 32 hex digits, equal for equal constraints in every process."""
         text = repr((self.kind, self.source, self.whitespace, self.strict, self.open_objects))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    def place(self, pointer: str | None) -> tuple[str, str | None]:
+        """Return the field that a place in the constraint comes from, and the pointer within this field."""
+        for part, (name, inner) in self.parts.items():
+            if pointer is not None and f"{pointer}/".startswith(f"{part}/"):
+                return name, inner + pointer[len(part) :]
+        return self.param, pointer
 
     @classmethod
     def of_kind(cls, kind: ConstraintKind, value: Any, *, param: str, **options: Any) -> Constraint:
@@ -92,7 +104,7 @@ class Constraint:
     @classmethod
     def json_schema(
         cls,
-        schema: Mapping[str, Any] | bool | str,
+        schema: JsonObject | bool | str,
         *,
         whitespace: str | None = None,
         open_objects: bool | None = None,
@@ -133,13 +145,13 @@ class Constraint:
             *("json_schema", source, spaces, strict_schema, open_objects),
             not_enforced=tuple(notes),
             closed=closed,
-            origin=(param, ""),
+            param=param,
         )
 
     @classmethod
     def json_object(cls, *, whitespace: str | None = None, param: str = "json_object") -> Constraint:
         """The output is any JSON object."""
-        return cls("json_object", "", _whitespace(whitespace, param), origin=(param, ""))
+        return cls("json_object", "", _whitespace(whitespace, param), param=param)
 
     @classmethod
     def regex(cls, pattern: str, *, param: str = "regex") -> Constraint:
@@ -148,7 +160,7 @@ class Constraint:
         if not pattern:
             raise InvalidConstraint("the regex is empty: only the empty output would match", param=param)
         LIMITS.check_regex(pattern, param)
-        return cls("regex", pattern, origin=(param, ""))
+        return cls("regex", pattern, param=param)
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, param: str = "choice") -> Constraint:
@@ -168,7 +180,7 @@ class Constraint:
         for index, option in enumerate(choices):
             _check_text(option, "choice", param, pointer=f"/{index}")
         _check_text(source, "choice", param)
-        return cls("choice", source, origin=(param, ""))
+        return cls("choice", source, param=param)
 
     @classmethod
     def grammar(cls, text: str, *, param: str = "grammar") -> Constraint:
@@ -177,12 +189,12 @@ class Constraint:
         if not text.strip():
             raise InvalidConstraint("the grammar is empty: give at least one rule", param=param)
         LIMITS.check_grammar(text, param)
-        return cls("grammar", text, origin=(param, ""))
+        return cls("grammar", text, param=param)
 
     @classmethod
     def structural_tag(
         cls,
-        tag: Mapping[str, Any] | str,
+        tag: JsonObject | str,
         *,
         whitespace: str | None = None,
         open_objects: bool | None = None,
@@ -199,11 +211,13 @@ class Constraint:
             _check_text(tag, "structural tag", param)
         document = read(tag, param)
         notes: list[str] = []
-        closed: list[str] = []
+        closed = []
+        parts = {}
         options = {"open_objects": open_objects, "strict_schema": strict_schema}
         for content in contents(parse(document, param)):
             if isinstance(content.value, Constraint):
                 inner = content.value
+                parts[content.pointer] = (inner.param, inner.pointer)
             else:
                 with located(content, param):
                     inner = cls.of_kind(content.kind, content.value, param=param, **options)
@@ -219,7 +233,8 @@ class Constraint:
             *("structural_tag", source, spaces, strict_schema, open_objects),
             not_enforced=tuple(notes),
             closed=tuple(closed),
-            origin=(param, ""),
+            param=param,
+            parts=parts,
         )
 
     def inner(self, content: Content) -> Constraint:
@@ -233,7 +248,8 @@ class Constraint:
             *(content.kind, source, self.whitespace, self.strict, self.open_objects, self.leave_out),
             not_enforced=_below(self.not_enforced, content.pointer),
             closed=_below(self.closed, content.pointer),
-            origin=(self.origin[0], content.pointer),
+            param=self.param,
+            pointer=content.pointer,
         )
 
     @property

@@ -15,6 +15,8 @@ import numpy as np
 
 from guided.errors import bounded
 
+JsonObject = dict[str, Any]
+"""An object of parsed JSON."""
 MAX_NUMBER_LENGTH = 100
 """Maximum number of characters of a number. Common numbers (64 bits, double precision) have at most 25."""
 

@@ -7,7 +7,6 @@ import hashlib
 import re
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.responses import HTMLResponse
@@ -18,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from engine.async_llm import AsyncLLM
 from engine.server import metrics
 from engine.server.api import chat, completions, health, messages, models, ollama, responses
+from engine.server.api.routes import RouteResponses
 from engine.server.context import ServerContext
 from engine.server.metrics import Metrics
 from engine.server.middleware import RequestChecks
@@ -69,7 +69,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     key = []
     if settings.api_keys:
         key.append(Depends(HTTPBearer(auto_error=False)))
-    errors: dict[int | str, dict[str, Any]] = {
+    errors: RouteResponses = {
         "4XX": {"model": ErrorAnswer, "description": "The request is at fault."},
         "5XX": {"model": ErrorAnswer, "description": "The server is at fault, or busy (503)."},
     }

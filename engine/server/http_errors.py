@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
+from guided.json_text import JsonObject
 
 
 class RequestTimeout(InvalidRequest):
@@ -51,7 +52,7 @@ _ANTHROPIC_TYPES = {
 """Status -> type of the error. Other statuses are an `invalid_request_error` or an `api_error`."""
 
 
-def message_error(error: GuidedError) -> dict[str, Any]:
+def message_error(error: GuidedError) -> JsonObject:
     """Return an error as Anthropic's API does."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
     if error.status >= 500 and error.status not in _ANTHROPIC_TYPES:
@@ -60,7 +61,7 @@ def message_error(error: GuidedError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": _named(error), "details": details}}
 
 
-def ollama_error(error: GuidedError) -> dict[str, Any]:
+def ollama_error(error: GuidedError) -> JsonObject:
     """Return an error as Ollama's API does."""
     return {"error": _named(error)}
 

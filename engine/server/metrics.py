@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Counts
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from functools import partial
 from itertools import accumulate
 
 from fastapi import APIRouter, Request, Response
@@ -51,31 +52,28 @@ class Metrics(Collector):
         self._llm = llm
         self.registry = CollectorRegistry()
 
-        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-            return Histogram(f"guided_{name}", text, labels, buckets=buckets, registry=self.registry)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"guided_{name}", text, labels, registry=self.registry)
-
-        grammar = ("backend", "kind")
-        self._first_token = histogram("time_to_first_token_seconds", "Time from arrival to the first token.", _LATENCY)
-        self._inter_token = histogram("inter_token_latency_seconds", "Streams: time between pieces of output.", _STEP)
-        self._per_token = histogram("request_time_per_output_token_seconds", "Mean time between tokens.", _STEP)
-        self._end_to_end = histogram("e2e_request_latency_seconds", "Time from arrival to the end.", _LATENCY)
-        self._grammar_wait = histogram(
-            "grammar_wait_seconds", "Time that a request waited for its grammar, in the queue too.", _COMPILE, *grammar
+        counter = partial(Counter, namespace="guided", registry=self.registry)
+        latency = partial(Histogram, namespace="guided", registry=self.registry, buckets=_LATENCY)
+        step = partial(latency, buckets=_STEP)
+        compilation = partial(latency, labelnames=("backend", "kind"), buckets=_COMPILE)
+        self._first_token = latency("time_to_first_token_seconds", "Time from arrival to the first token.")
+        self._inter_token = step("inter_token_latency_seconds", "Streams: time between pieces of output.")
+        self._per_token = step("request_time_per_output_token_seconds", "Mean time between tokens.")
+        self._end_to_end = latency("e2e_request_latency_seconds", "Time from arrival to the end.")
+        self._grammar_wait = compilation(
+            "grammar_wait_seconds", "Time that a request waited for its grammar, in the queue too."
         )
-        self._compile = histogram("grammar_compile_seconds", "Compilation time, if not cached.", _COMPILE, *grammar)
-        self._cache_hits = counter("grammar_cache_hits", "Requests with a grammar from the cache.", *grammar)
+        self._compile = compilation("grammar_compile_seconds", "Compilation time, if not cached.")
+        self._cache_hits = counter("grammar_cache_hits", "Requests with a grammar from the cache.", ("backend", "kind"))
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
-        self._successes = counter("request_success", "Sequences that ended without an error.", "finished_reason")
-        self._failures = counter("request_failures", "Requests that ended with an error.", "code", "fault")
+        self._successes = counter("request_success", "Sequences that ended without an error.", ["finished_reason"])
+        self._failures = counter("request_failures", "Requests that ended with an error.", ("code", "fault"))
         self._grammar_failures = counter(
-            "grammar_failures", "Constrained requests that ended before they had a grammar.", "code", "kind"
+            "grammar_failures", "Constrained requests that ended before they had a grammar.", ("code", "kind")
         )
-        self.aborts = counter("request_aborts", "Requests aborted because of their client.", "reason")
-        self.connection_ends = counter("connections_ended", "Connections that the server ended.", "reason")
+        self.aborts = counter("request_aborts", "Requests aborted because of their client.", ["reason"])
+        self.connection_ends = counter("connections_ended", "Connections that the server ended.", ["reason"])
         for code in errors_by_code(InternalError):  # Prometheus sees no increase when a counter first appears
             self._failures.labels(code, "server")
         self.registry.register(self)

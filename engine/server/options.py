@@ -50,7 +50,7 @@ class ServerSettings:
     strict_fields: bool = False
     allowed_origins: tuple[str, ...] = ()
 
-    RANGES: ClassVar[Mapping[str, Range]] = dict.fromkeys(("max_requests", "max_body_bytes"), Range(1))
+    RANGES: ClassVar = dict.fromkeys(("max_requests", "max_body_bytes"), Range(1))
 
     def __post_init__(self) -> None:
         resolve(self.backend)
@@ -64,7 +64,8 @@ class ServerSettings:
     @property
     def api_keys(self) -> tuple[str, ...]:
         """The API keys. Empty: requests need no key."""
-        return tuple(stripped for key in (self.api_key or "").split(",") if (stripped := key.strip()))
+        keys = map(str.strip, (self.api_key or "").split(","))
+        return tuple(filter(None, keys))
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class ServeOptions:
     ray: RayPoolOptions = field(default_factory=RayPoolOptions)
     server: ServerSettings = field(default_factory=ServerSettings)
 
-    RANGES: ClassVar[Mapping[str, Range]] = {"port": Range(0, 65535), "grace_seconds": Range(0)}
+    RANGES: ClassVar = {"port": Range(0, 65535), "grace_seconds": Range(0)}
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -206,21 +206,24 @@ def _greeting(url: str, options: ServeOptions, engine: AsyncLLM) -> str:
     if pool.name == "ray":
         masks = f"{len(pool.workers)} Ray actors"
     key = ""
-    warning = []
+    warning = ""
     if options.server.api_key:
         key = " -H 'authorization: Bearer '\"$GUIDED_API_KEY\""
     elif not _is_loopback(options.host):
-        warning = [f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY", ""]
-    lines = [
-        *("", f"guided serves {options.model_name} on {url}"),
-        f"Model: {device}, context of {engine.max_model_len} tokens",
-        *(f"Masks: {masks}", "", *warning, "Try:", ""),
-        f"  curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' \\",
-        *(f"    -d {shlex.quote(json.dumps(CHAT_EXAMPLE))}", ""),
-        f"Playground, in a browser:  {url}/",
-        *(f"Documentation, to try from the browser:  {url}/docs", ""),
-    ]
-    return "\n".join(lines)
+        warning = f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY\n\n"
+    return f"""
+guided serves {options.model_name} on {url}
+Model: {device}, context of {engine.max_model_len} tokens
+Masks: {masks}
+
+{warning}Try:
+
+  curl -s {url}/v1/chat/completions{key} -H 'content-type: application/json' \\
+    -d {shlex.quote(json.dumps(CHAT_EXAMPLE))}
+
+Playground, in a browser:  {url}/
+Documentation, to try from the browser:  {url}/docs
+"""
 
 
 def _is_loopback(host: str) -> bool:

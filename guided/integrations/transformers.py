@@ -111,9 +111,7 @@ class GuidedLogitsProcessor:
         """Number of tokens of the prompts."""
         self._rows: dict[int, _RowSequence] = {}
         """The sequences of the rows with a constraint, by index of the row."""
-        self._floors = torch.empty((0, 1))
-        """`[rows, 1]`: `_FLOOR` for rows with a constraint, -inf for others."""
-        futures: dict[int, Future[Grammar]] = {}
+        futures = {}
         for index, constraint in enumerate(many):
             if constraint is not None:
                 futures[index] = self._compile(constraint, backend)
@@ -147,14 +145,16 @@ class GuidedLogitsProcessor:
             raise InvalidRequest(message, param="vocabulary")
         ids: NDArray[np.int64] = input_ids.numpy(force=True).copy()  # `generate()` may write into its tensor
         if not self._continue(ids):
-            self._begin(ids, scores)
+            self._begin(ids)
         self._ids = ids
-        masked = torch.maximum(scores, self._floors)
+        masked = scores.clone()
+        constrained = list(self._rows)
+        masked[constrained] = scores[constrained].clamp(min=_FLOOR)
         self._mask(masked)
         self._mask_ended(scores, masked)
         return masked
 
-    def _begin(self, ids: NDArray[np.int64], scores: torch.Tensor) -> None:
+    def _begin(self, ids: NDArray[np.int64]) -> None:
         """Start a new generation with these prompts."""
         self.reset()
         rows = len(ids)
@@ -168,8 +168,6 @@ class GuidedLogitsProcessor:
             index = row * prompts // rows  # the rows of a prompt are adjacent
             if self._grammars[index] is not None:
                 self._rows[row] = self._opened(_RowSequence(str(index), next(_ids), []))
-        floors = [[_FLOOR if row in self._rows else -torch.inf] for row in range(rows)]
-        self._floors = torch.tensor(floors, dtype=scores.dtype, device=scores.device)
 
     def _opened(self, sequence: _RowSequence) -> _RowSequence:
         """Open a sequence in the pool."""
@@ -256,14 +254,14 @@ class GuidedLogitsProcessor:
         """Allow only stop tokens in ended rows, which `generate()` passes on while other rows continue."""
         ended = [row for row, sequence in self._rows.items() if sequence.ended]
         if ended:
-            failed = torch.tensor([self._rows[row].failed for row in ended], device=masked.device)
-            rows = torch.tensor(ended, device=masked.device).unsqueeze(1)
-            stop = torch.tensor(self._stop, device=masked.device)
-            kept = scores[rows, stop].clamp_(min=_FLOOR)
+            only_stop = torch.full_like(masked[ended], -torch.inf)
+            only_stop[:, self._stop] = scores[ended][:, self._stop].clamp(min=_FLOOR)
             # Score of the stop token of a failed row: its only token, and as a beam behind all others.
-            kept[failed] = max(-1e30, torch.finfo(masked.dtype).min)
-            masked[ended] = -torch.inf
-            masked[rows, stop] = kept
+            lowest = max(-1e30, torch.finfo(masked.dtype).min)
+            for place, row in enumerate(ended):
+                if self._rows[row].failed:
+                    only_stop[place, self._stop] = lowest
+            masked[ended] = only_stop
 
     def reset(self) -> None:
         """Start a new generation with the next call, whatever its rows are."""

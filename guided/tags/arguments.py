@@ -11,10 +11,11 @@ import ast
 import html
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.json_text import JsonObject
 from guided.schema import string_pattern
 from guided.schema.canonical import CanonicalForm, canonical
 from guided.schema.keywords import Schema, escape, listed
@@ -28,7 +29,7 @@ _MAX_FREE_NESTING = 4
 _CLOSING = {"{": "}", "[": "]"}
 
 
-_Path = tuple[str, ...]
+_Path = Sequence[str]
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 """Python's names, which models sometimes write."""
 _STRING = r"""<\|"\|>(?P<raw>.*?)<\|"\|>|(?P<json>"(?:\\.|[^"\\])*")|(?P<python>'(?:\\.|[^'\\])*')"""
@@ -67,8 +68,8 @@ class _Writer:
         parts = root.get("properties", {})
         if not parts and rest is not False:
             return self._repeated(self._element(None, _alone(rest, form), f"{place}/additionalProperties"), 0, None)
-        elements = list[Node]()
-        items = list[Node]()
+        elements = []
+        items = []
         is_begun = False
         for name, part in parts.items():
             at = f"{place}/properties/{escape(name)}"
@@ -108,7 +109,7 @@ class _Writer:
             return Series(())
         return self._repeated(item, least, most)
 
-    def _only(self, schema: Schema, kind: str, place: str, *keywords: str) -> tuple[CanonicalForm, dict[str, Any]]:
+    def _only(self, schema: Schema, kind: str, place: str, *keywords: str) -> tuple[CanonicalForm, JsonObject]:
         """Return the schema restricted to the type `kind`. Raises if it then has other keywords than `keywords`."""
         if place.count("/") > 2 * _MAX_NESTING:
             raise self._refusal(f"a schema that is nested deeper than {_MAX_NESTING} levels", place)
@@ -146,7 +147,7 @@ class _Writer:
             return [Text(before)]
         return [Text(before), Content("regex", self._style.new_names, f"{self._content.pointer}{place}"), Text(after)]
 
-    def _values(self, schema: Schema, types: tuple[str, ...], place: str, end: str) -> Iterator[Node]:
+    def _values(self, schema: Schema, types: Sequence[str], place: str, end: str) -> Iterator[Node]:
         """Yield the nodes of the values of `schema` that have one of `types`. A string ends with `end`."""
         has_texts = "string" in types and not self._style.has_json_strings
         texts = None
@@ -177,7 +178,7 @@ class _Writer:
             rest = [kind for kind in rest if kind in SCALARS]
         form = None
         if rest:
-            form = _restricted(schema, tuple(rest))
+            form = _restricted(schema, rest)
         if form is not None:
             yield Content("json_schema", _alone(form.root, form), f"{self._content.pointer}{place}")
 
@@ -193,9 +194,9 @@ def _alone(schema: Schema, form: CanonicalForm) -> Schema:
     return schema
 
 
-def _restricted(schema: Schema, types: tuple[str, ...]) -> CanonicalForm | None:
+def _restricted(schema: Schema, types: Sequence[str]) -> CanonicalForm | None:
     """Return the canonical form of a schema restricted to `types`; None if no value satisfies it."""
-    document: dict[str, Any] = {"type": [*types]}
+    document: JsonObject = {"type": [*types]}
     if isinstance(schema, dict):
         part = {**schema}
         document = {"$defs": part.pop("$defs", {}), "allOf": [part, document]}
@@ -207,7 +208,7 @@ def _restricted(schema: Schema, types: tuple[str, ...]) -> CanonicalForm | None:
         return None
 
 
-def _root(form: CanonicalForm) -> dict[str, Any]:
+def _root(form: CanonicalForm) -> JsonObject:
     root: Any = form.root
     while isinstance(root, dict) and "$ref" in root:
         root = form.target(root)
@@ -235,8 +236,7 @@ class ArgumentReader:
         """
         if self._style.separator:
             return _read_list(text, position)
-        names = list[str]()
-        values = list[Any]()
+        values = []
         while begin := self._style.begin_pattern.match(text, position):
             groups = {"name": "", "kind": "", "pad": "", **begin.groupdict("")}
             name = html.unescape(groups["name"]) or ITEM
@@ -244,12 +244,12 @@ class ArgumentReader:
             value, end = self._value(text, begin.end(), close, groups["kind"], (*path, name))
             if end < 0:
                 break
-            names.append(name)
-            values.append(value)
+            values.append((name, value))
             position = end
-        if path and self._style.item and set(names) == {ITEM}:
-            return values, position
-        return dict(zip(names, values, strict=True)), position
+        named = dict(values)
+        if path and self._style.item and named.keys() == {ITEM}:
+            return [value for _, value in values], position
+        return named, position
 
     def _value(self, text: str, start: int, close: str, kind: str, path: _Path) -> tuple[Any, int]:
         """Return the value at `start` and the position after its element; -1 if the element is not complete.

@@ -16,32 +16,33 @@ from itertools import permutations
 from typing import Annotated, Any, Literal, Union
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
-from guided.json_text import JsonError, JsonTooLarge, loads
+from guided.json_text import JsonError, JsonObject, JsonTooLarge, loads
 from guided.limits import LIMITS
 from guided.tags.styles import STYLES
 
 ContentKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(Struct, frozen=True):
     """A literal text. The name of a special token in the text stands for the token."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(Struct, frozen=True):
     """One token, given as its id or as the name of a special token."""
 
     token: int | str
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+Mark = Text | Token
+"""The begin of a tag, its end, or a trigger."""
+
+
+class Content(Struct, frozen=True):
     """An output of another constraint, the content. `pointer` is the place of `value` in the structural tag."""
 
     kind: ContentKind
@@ -56,30 +57,26 @@ class Content:
         return hash(self.pointer)
 
 
-@dataclass(frozen=True, slots=True)
-class FreeText:
+class FreeText(Struct, frozen=True):
     """Any text without the strings in `excludes`, of at most `max_tokens` tokens."""
 
     excludes: tuple[str, ...] = ()
     max_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(Struct, frozen=True):
     """A sequence of all items in order."""
 
     items: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Either:
+class Either(Struct, frozen=True):
     """An alternative: one of `options`."""
 
     options: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
+class Times(Struct, frozen=True):
     """A repetition: `item`, `low` to `high` times (None: unbounded)."""
 
     item: Node
@@ -87,19 +84,18 @@ class Times:
     high: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(Struct, frozen=True):
     """Free text up to a trigger, then the node of the trigger; repeated with `loop`. Free text alone is valid."""
 
-    rules: tuple[tuple[Text | Token, Node], ...]
+    rules: tuple[tuple[Mark, Node], ...]
     loop: bool
     excludes: tuple[str, ...] = ()
 
 
-Node = Text | Token | Content | FreeText | Series | Either | Times | Dispatch
+Node = Mark | Content | FreeText | Series | Either | Times | Dispatch
 
 
-def parse(tag: Mapping[str, Any], param: str, expand: Callable[[Content], Node] | None = None) -> Node:
+def parse(tag: JsonObject, param: str, expand: Callable[[Content], Node] | None = None) -> Node:
     """Check the shape of a structural tag, and return its nodes. `expand` replaces contents in styles other than JSON.
 
     Raises:
@@ -109,7 +105,7 @@ def parse(tag: Mapping[str, Any], param: str, expand: Callable[[Content], Node] 
     return _NodeBuilder(param, expand).node(_convert(tag, _Document, "", param).format, "/format", 0)
 
 
-def read(tag: Mapping[str, Any] | str, param: str) -> Any:
+def read(tag: JsonObject | str, param: str) -> Any:
     """Read a structural tag from an object or JSON text, in the form with `format` or in vLLM's older form.
 
     Raises the errors of `parse`.
@@ -159,15 +155,16 @@ def contents(node: Node) -> list[Content]:
 
 def ends(node: Node) -> Iterator[Node]:
     """Yield the nodes (literals, contents, free text, dispatches) with which an output of `node` can end."""
-    inside: Sequence[Node] = ()
-    if isinstance(node, Series):
-        inside = [item for item in node.items if item != Text("")][-1:]
-    elif not isinstance(node, Dispatch):
-        inside = parts(node)
+    match node:
+        case Series(items):
+            inside: Sequence[Node] = [item for item in items if item != Text("")][-1:]
+        case Either() | Times():
+            inside = parts(node)
+        case _:
+            inside = ()
+            yield node
     for part in inside:
         yield from ends(part)
-    if not isinstance(node, Series | Either | Times):
-        yield node
 
 
 @contextmanager
@@ -190,7 +187,7 @@ _Excludes = list[Annotated[str, _AtLeastOne]]
 _Tags = Annotated[list["_TagForm"], _AtLeastOne]
 
 
-class _Form(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
+class _Form(Struct, tag_field="type", forbid_unknown_fields=True):
     """A format of `xgrammar.structural_tag`; its `type` is the tag of the class. Inner formats have the type `Any`."""
 
 
@@ -198,13 +195,13 @@ class _TokenForm(_Form, tag="token"):
     token: str | _TokenId
 
 
-_Mark = _Literal | _TokenForm
+_MarkForm = _Literal | _TokenForm
 
 
 class _TagForm(_Form, tag="tag"):
-    begin: _Mark
+    begin: _MarkForm
     content: Any
-    end: _Mark | Annotated[list[_Mark], _AtLeastOne]
+    end: _MarkForm | Annotated[list[_MarkForm], _AtLeastOne]
 
 
 class _JsonSchemaForm(_Form, tag="json_schema"):
@@ -301,18 +298,18 @@ class _DispatchForm(_Form, tag="dispatch"):
     excludes: _Excludes = []
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True):
+class _Document(Struct, forbid_unknown_fields=True):
     format: Any
     type: Literal["structural_tag"] = "structural_tag"
 
 
-class _Structure(msgspec.Struct, forbid_unknown_fields=True):
+class _Structure(Struct, forbid_unknown_fields=True):
     begin: _Literal
     schema: Any
     end: _Literal
 
 
-class _Older(msgspec.Struct, forbid_unknown_fields=True):
+class _Older(Struct, forbid_unknown_fields=True):
     """vLLM's older form of a structural tag."""
 
     structures: list[_Structure]
@@ -325,13 +322,13 @@ _MAX_COMPARED = 10**8
 """Maximum number of characters in which triggers are searched, which takes half a second if triggers begin alike."""
 
 
+@dataclass
 class _NodeBuilder:
     """Converts formats to nodes, for one call of `parse`. The argument `at` is the JSON pointer of a format."""
 
-    def __init__(self, param: str, expand: Callable[[Content], Node] | None) -> None:
-        self._param = param
-        self._expand = expand
-        self._alternatives = 0
+    _param: str
+    _expand: Callable[[Content], Node] | None
+    _alternatives: int = 0
 
     def node(self, value: Any, at: str, depth: int) -> Node:
         if depth > LIMITS.max_nesting:
@@ -423,7 +420,7 @@ class _NodeBuilder:
     def _nodes(self, values: Sequence[Any], at: str, depth: int) -> list[Node]:
         return [self.node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]
 
-    def _tag(self, tag: _TagForm, at: str, depth: int) -> tuple[Text | Token, Node]:
+    def _tag(self, tag: _TagForm, at: str, depth: int) -> tuple[Mark, Node]:
         """Return the begin of a tag, and the node of its content and end."""
         content = self.node(tag.content, f"{at}/content", depth + 1)
         ends = tag.end
@@ -435,26 +432,25 @@ class _NodeBuilder:
 
     def _triggered_tags(self, form: _TriggeredTagsForm | _TokenTriggeredTagsForm, at: str, depth: int) -> Node:
         tags = [self._tag(tag, f"{at}/tags/{index}", depth + 1) for index, tag in enumerate(form.tags)]
-        triggers: list[Text | Token]
+        rules: dict[Mark, list[Node]] = {}
         excludes: tuple[str, ...] = ()
         if isinstance(form, _TriggeredTagsForm):
-            triggers = [*map(Text, form.triggers)]
+            rules = {Text(trigger): [] for trigger in form.triggers}
             excludes = self._distinct(form.excludes)
         else:
-            triggers = [*map(Token, form.trigger_tokens)]
-        rules: dict[Text | Token, list[Node]] = {trigger: [] for trigger in triggers}
+            rules = {Token(trigger): [] for trigger in form.trigger_tokens}
         self._count(len(rules))  # `_checked` compares the triggers with each other
         for index, (begin, rest) in enumerate(tags):
-            trigger = next((trigger for trigger in rules if _starts(begin, trigger)), None)
-            if trigger is None:
+            for trigger, options in rules.items():
+                left = _after(begin, trigger)
+                if left is not None:
+                    options.append(Series((left, rest)))
+                    break
+            else:
                 message = "the tag never can be produced: no trigger is a prefix of its begin"
                 raise self._invalid(message, f"{at}/tags/{index}/begin")
-            left = ""
-            if isinstance(begin, Text) and isinstance(trigger, Text):
-                left = begin.text[len(trigger.text) :]
-            rules[trigger].append(Series((Text(left), rest)))
-        options = tuple((trigger, self._either(rests)) for trigger, rests in rules.items())
-        dispatch = self._checked(Dispatch(options, not form.stop_after_first, excludes), at)
+        begun = tuple((trigger, self._either(options)) for trigger, options in rules.items())
+        dispatch = self._checked(Dispatch(begun, not form.stop_after_first, excludes), at)
         if not form.at_least_one:
             return dispatch
         first = self._either([Series((begin, rest)) for begin, rest in tags])
@@ -474,7 +470,7 @@ class _NodeBuilder:
                 raise self._invalid(f"{message}: its tags never can be produced", at)
         for trigger, rest in dispatch.rules:
             if rest == Either(()):
-                shown = trigger.text if isinstance(trigger, Text) else trigger.token
+                [shown] = msgspec.structs.astuple(trigger)
                 raise self._invalid(f"no tag begins with the trigger {bounded(shown, 60)!r}", at)
         return dispatch
 
@@ -511,13 +507,16 @@ def _convert(value: Any, kind: Any, at: str, param: str) -> Any:
         raise InvalidConstraint(message, param=param, pointer=pointer) from None
 
 
-def _mark(mark: str | _TokenForm) -> Text | Token:
+def _mark(mark: str | _TokenForm) -> Mark:
     if isinstance(mark, str):
         return Text(mark)
     return Token(mark.token)
 
 
-def _starts(begin: Text | Token, trigger: Text | Token) -> bool:
-    if isinstance(begin, Text) and isinstance(trigger, Text):
-        return begin.text.startswith(trigger.text)
-    return begin == trigger
+def _after(begin: Mark, trigger: Mark) -> Text | None:
+    """Return the text of `begin` after `trigger`, or None if `begin` does not start with it."""
+    if begin == trigger:
+        return Text("")
+    if isinstance(begin, Text) and isinstance(trigger, Text) and begin.text.startswith(trigger.text):
+        return Text(begin.text.removeprefix(trigger.text))
+    return None

@@ -6,7 +6,7 @@ Each argument is an element, which looks like an XML element or like an entry of
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,7 @@ class ElementStyle:
     followed by one."""
     end: str
     """Text after the value. `{kind}` stands for the kind in `begin`, or for the bracket that closes it."""
-    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"": TYPES})
+    kinds: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": TYPES})
     """Text of `{kind}` -> the types of the value."""
     item: str = ""
     """The text before an item of an array. Empty: objects and arrays are written as JSON."""

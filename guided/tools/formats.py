@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from guided.backends.without_torch import import_xgrammar
 from guided.constraint import Constraint
+from guided.json_text import JsonObject
 from guided.schema.keywords import replaced
 
 NAME = "{name}"
@@ -27,7 +28,7 @@ class ToolFormat:
     Without `separator`, each call is independent, and free text may stand between calls.
     """
 
-    marks: tuple[str, ...]
+    marks: Sequence[str]
     """Texts that all occur in the chat templates of the family."""
     family: str = ""
     """`xgrammar`'s name of the family. `tool_format` takes missing texts from its structural tag."""
@@ -47,7 +48,7 @@ class ToolFormat:
     """Whether a turn of the model may have several calls."""
     style: str = "json"
     """The style of the arguments: see `Content.style`."""
-    variants: tuple[str, ...] = ()
+    variants: Sequence[str] = ()
     """Alternative texts of a call before its arguments."""
     pattern: str = ""
     """Regex of the text before the arguments, with `{name}`, for calls that models write without a mask. It begins with
@@ -69,7 +70,7 @@ class ReasoningFormat:
 
     begin: str
     end: str
-    marks: tuple[str, ...]
+    marks: Sequence[str]
     between: str = ""
     """Text after the end, before the answer."""
     answer: str = ""
@@ -193,11 +194,11 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         between="<|open|>response<|sep|>",
         finish=_K3_FINISH,
     ),
-    "gemma_4": ReasoningFormat(begin="<|channel>thought\n", end="<channel|>", marks=("<|channel>", "<channel|>")),
-    "mistral": ReasoningFormat(begin="[THINK]", end="[/THINK]", marks=("[/THINK]",)),
-    "cohere": ReasoningFormat(begin="<|START_THINKING|>", end="<|END_THINKING|>", marks=("<|END_THINKING|>",)),
-    "minimax_m3": ReasoningFormat(begin="<mm:think>", end="</mm:think>", marks=("</mm:think>",)),
-    "think": ReasoningFormat(begin="<think>", end="</think>", marks=("</think>",)),
+    "gemma_4": ReasoningFormat("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", ("[/THINK]",)),
+    "cohere": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", ("<|END_THINKING|>",)),
+    "minimax_m3": ReasoningFormat("<mm:think>", "</mm:think>", ("</mm:think>",)),
+    "think": ReasoningFormat("<think>", "</think>", ("</think>",)),
 }
 """Name -> format, chosen as in `TOOL_FORMATS`."""
 
@@ -240,9 +241,9 @@ def tool_format(name: str | None) -> ToolFormat | None:
     return replace(complete, opening=opening, closing=closing, separator=section["content"]["separator"])
 
 
-def _parts(form: Any, kind: str) -> list[dict[str, Any]]:
+def _parts(form: Any, kind: str) -> list[JsonObject]:
     """Return the formats of type `kind` within a format, the outer formats first."""
-    parts: list[dict[str, Any]] = []
+    parts = []
     inner: Iterable[Any] = ()
     if isinstance(form, dict):
         inner = form.values()
@@ -274,7 +275,7 @@ class Calls:
     functions: Sequence[Function]
     required: bool
     parallel: bool
-    answer: dict[str, Any] | None = None
+    answer: JsonObject | None = None
     """The format of an answer without calls. None: any text."""
 
     def anywhere(self, reasoning: ReasoningFormat | None) -> bool:
@@ -284,14 +285,14 @@ class Calls:
         return reasoning is None or not reasoning.answer
 
 
-def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, Any]:
+def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> JsonObject:
     """Return the format (of a structural tag) of an answer with function calls."""
     form = calls.format
     once = not (calls.parallel and form.parallel) or any(function.text for function in calls.functions)
-    tags: list[dict[str, Any]] = []
+    tags = []
     for function in calls.functions:
         tags += [_call(form, begin, function) for begin in (form.call[0], *form.variants)]
-    listed: dict[str, Any] = {
+    listed: JsonObject = {
         "type": "tags_with_separator",
         "tags": tags,
         "separator": form.gap,
@@ -307,7 +308,7 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
             parts = tags
         if form.finish:
             parts.append(_tag(form.finish, _literal(""), ""))
-        triggered: list[dict[str, Any]] = []
+        triggered = []
         for part in parts:
             _, trigger, rest = part["begin"].partition(form.trigger)
             if trigger:
@@ -330,10 +331,10 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> dict[str, A
     return {"type": "or", "elements": [section, _answered(reasoning, answer)]}
 
 
-def _call(form: ToolFormat, begin: str, function: Function) -> dict[str, Any]:
+def _call(form: ToolFormat, begin: str, function: Function) -> JsonObject:
     """Return the tag of a call."""
     first, *others = begin.replace(NAME, function.name).split(NUMBER)
-    content: dict[str, Any] = {"type": "json_schema", "json_schema": function.parameters, "style": form.style}
+    content: JsonObject = {"type": "json_schema", "json_schema": function.parameters, "style": form.style}
     end = form.call[1]
     if function.text is not None:
         content = as_format(function.text)
@@ -344,11 +345,11 @@ def _call(form: ToolFormat, begin: str, function: Function) -> dict[str, Any]:
 
 
 def answer_format(
-    answer: dict[str, Any] | Calls | None,
+    answer: JsonObject | Calls | None,
     reasoning: ReasoningFormat | None,
     thinking: Literal["open", "possible", "no"] = "no",
     max_tokens: int | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the format of a whole output: the thinking phase, then calls or the answer.
 
     Args:
@@ -371,7 +372,7 @@ def answer_format(
     return _sequence(_optional(_sequence(_tag(reasoning.begin, thoughts, reasoning.end), between)), form)
 
 
-def as_format(constraint: Constraint) -> dict[str, Any]:
+def as_format(constraint: Constraint) -> JsonObject:
     """Return the format (of a structural tag) of a constraint. The format contains the constraint, or its contents."""
     match constraint.kind:
         case "json_object":
@@ -383,13 +384,13 @@ def as_format(constraint: Constraint) -> dict[str, Any]:
             for pointer, content in constraint.contents.items():
                 if content.kind != "json_object":
                     document = replaced(document, pointer, content)
-            form: dict[str, Any] = document["format"]
+            form: JsonObject = document["format"]
             return form
         case kind:
             return {"type": kind, kind: constraint}
 
 
-def _answered(reasoning: ReasoningFormat | None, answer: dict[str, Any] | None) -> dict[str, Any]:
+def _answered(reasoning: ReasoningFormat | None, answer: JsonObject | None) -> JsonObject:
     answer = answer or {"type": "any_text", "excludes": _begins(reasoning)}
     if reasoning is not None and reasoning.answer:
         return _sequence(_literal(reasoning.answer), answer)
@@ -403,17 +404,17 @@ def _begins(reasoning: ReasoningFormat | None) -> list[str]:
     return [reasoning.begin]
 
 
-def _optional(content: dict[str, Any]) -> dict[str, Any]:
+def _optional(content: JsonObject) -> JsonObject:
     return {"type": "optional", "content": content}
 
 
-def _literal(text: str) -> dict[str, Any]:
+def _literal(text: str) -> JsonObject:
     return {"type": "const_string", "value": text}
 
 
-def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+def _sequence(*elements: JsonObject) -> JsonObject:
     return {"type": "sequence", "elements": list(elements)}
 
 
-def _tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
+def _tag(begin: str, content: JsonObject, end: str) -> JsonObject:
     return {"type": "tag", "begin": begin, "content": content, "end": end}

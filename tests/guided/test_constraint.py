@@ -128,8 +128,9 @@ def test_a_checked_constraint_is_a_part_of_a_tag(kind: Any, field: str) -> None:
     plain = Constraint.structural_tag({"format": {"type": kind, field: value}}, param="whole")
     assert whole == plain
     [(pointer, content)] = whole.contents.items()
-    assert (pointer, content.value, content.origin) == (f"/format/{field}", value, ("whole", pointer))
-    assert part.origin == ("sent", "")
+    assert (pointer, content.value) == (f"/format/{field}", value)
+    assert (content.param, content.pointer) == ("whole", pointer)
+    assert (part.param, part.pointer) == ("sent", "")
 
 
 def test_a_content_of_a_tag_keeps_its_notes() -> None:

@@ -12,7 +12,7 @@ from engine.server.http_errors import FieldNames
 from engine.server.options import ServerSettings
 from engine.server.request.bodies import ChatRequest
 from engine.server.request.constraints import RequestedConstraint, requested_constraint
-from engine.server.request.job import Job, OutputForm
+from engine.server.request.job import Job
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, GuidedError, InvalidConstraint, InvalidRequest, UnsupportedConstraint
 
@@ -74,7 +74,7 @@ def test_every_spelling_is_one_constraint(kind: Any, value: Any, fields: dict[st
     found = of(**fields)
     assert found == RequestedConstraint(expected, "auto")
     assert found.constraint is not None
-    assert found.constraint.origin == (param, "")
+    assert (found.constraint.param, found.constraint.pointer) == (param, "")
 
 
 def test_limits_hold() -> None:
@@ -169,8 +169,8 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], kind: type[GuidedError],
 
 
 def test_errors_of_the_compilation_are_respelled() -> None:
-    form = OutputForm(of(guided_regex="a+").constraint)
-    job = Job("1", "1", [[1], [2]], SamplingParams(regex="a+"), stream=False, form=form)
+    params = SamplingParams(constraint=of(guided_regex="a+").constraint)
+    job = Job("1", "1", [[1], [2]], params, stream=False)
     assert job.located(InvalidConstraint("bad", param="regex"), 0).param == "guided_regex"
     assert job.located(InvalidConstraint("bad"), 0).param == "guided_regex"
     assert job.located(InvalidRequest("bad", param="stop"), 0).param == "stop"

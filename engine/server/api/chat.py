@@ -6,13 +6,13 @@ import uuid
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
-from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.api.answers import ChoicesAnswer
+from engine.outputs import CompletionOutput
+from engine.server.api.answers import ChoicesAnswer, Finished
 from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
 from engine.server.request.bodies import ChatRequest, GuidedInfo
@@ -21,6 +21,7 @@ from engine.server.request.job import Job, check_size, ignored_fields, sampling_
 from engine.server.request.prompts import encode_body
 from engine.server.request.tools import output_form, requested_calls
 from guided.errors import ContextLengthExceeded, InvalidConstraint, InvalidRequest
+from guided.json_text import JsonObject
 from guided.tools.output_parser import Piece
 
 MAX_TRIES = 16
@@ -38,11 +39,12 @@ def create_chat_completion(body: ChatRequest, request: Request, context: Context
     return JobResponse(kind, _chat_job(body, request, context), request, context)
 
 
-class CheckedRequest(BaseModel):
+class CheckedRequest(BaseModel, use_attribute_docstrings=True):
     """The report on a request that is accepted, which means that its constraint is compiled."""
 
     guided: GuidedInfo | None = None
-    compile_seconds: float = Field(description="The time that compiling the grammar took; 0 if it was compiled before.")
+    compile_seconds: float
+    """The time that compiling the grammar took; 0 if it was compiled before."""
     prompt_tokens: int
 
 
@@ -63,12 +65,12 @@ def _chat_job(body: ChatRequest, request: Request, context: ServerContext, at_ad
     for index, _ in enumerate(body.functions or ()):
         for field in ("name", "parameters"):
             names[f"tools[{index}].function.{field}"] = f"functions[{index}].{field}"
-    return build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id, at_admission)
+    return build_job(body, context, "chatcmpl-", request.state.request_id, at_admission)
 
 
-def build_job_that_fits(body: ChatRequest, context: ServerContext, request_id: str, http_id: str) -> Job:
+def build_job_that_fits(body: ChatRequest, context: ServerContext, prefix: str, http_id: str) -> Job:
     """Build the job of a chat in which `max_tokens` may be more than the rest of the context."""
-    build = partial(build_job, body, context, request_id, http_id)
+    build = partial(build_job, body, context, prefix, http_id)
     try:
         return build()
     except ContextLengthExceeded:
@@ -76,11 +78,9 @@ def build_job_that_fits(body: ChatRequest, context: ServerContext, request_id: s
         return build()
 
 
-def build_job(
-    body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool = False
-) -> Job:
-    """Build the job of a chat. The arguments after the first two are fields of `Job`."""
-    jobs = _jobs(body, context, request_id, http_id, at_admission)
+def build_job(body: ChatRequest, context: ServerContext, prefix: str, http_id: str, at_admission: bool = False) -> Job:
+    """Build the job of a chat. Its `request_id` begins with `prefix`. The other arguments are fields of `Job`."""
+    jobs = _jobs(body, context, f"{prefix}{uuid.uuid4().hex}", http_id, at_admission)
     return replace(next(jobs), relax=jobs.send)
 
 
@@ -140,22 +140,19 @@ _OWNERS = {field: kind for kind, field in _CALLS.values()}
 class _ChatAnswer(ChoicesAnswer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    last_part: ClassVar = {"delta": {}}
 
-    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._parsers = [job.form.parser() for _ in range(job.num_choices)]
-
-    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        calls: list[dict[str, Any]] = []
+    def message(self, index: int, pieces: Sequence[Piece]) -> JsonObject:
+        calls = []
         texts = {"text": "", "reasoning": ""}
-        for piece in self._parsers[index].feed(output.text, output.has_stopped):
+        for piece in pieces:
             if piece.kind in _CALLS:
                 calls.append(self._call(piece))
             elif piece.kind in texts:
                 texts[piece.kind] += piece.text
             else:
                 calls[piece.index][_OWNERS[piece.kind]][piece.kind] += piece.text
-        message: dict[str, Any] = {"role": "assistant", "content": texts["text"], "refusal": None}
+        message: JsonObject = {"role": "assistant", "content": texts["text"], "refusal": None}
         if texts["reasoning"]:
             message["reasoning_content"] = texts["reasoning"]
         if calls:
@@ -163,15 +160,14 @@ class _ChatAnswer(ChoicesAnswer):
             message["content"] = texts["text"] or None
         return {"message": message}
 
-    def _call(self, piece: Piece) -> dict[str, Any]:
+    def _call(self, piece: Piece) -> JsonObject:
         kind, field = _CALLS[piece.kind]
         return {"id": self.job.new_call_id(), "type": kind, kind: {"name": piece.text, field: ""}}
 
-    def contents(self, index: int, output: CompletionOutput, sent: int) -> list[dict[str, Any]]:
-        pieces = self._parsers[index].feed(output.text, output.has_stopped)
-        return [{"delta": self.delta(piece)} for piece in pieces]
+    def part(self, piece: Piece) -> JsonObject:
+        return {"delta": self.delta(piece)}
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
+    def delta(self, piece: Piece) -> JsonObject:
         """Build the delta of a chunk for a piece of the output."""
         match piece.kind:
             case "text":
@@ -184,21 +180,16 @@ class _ChatAnswer(ChoicesAnswer):
                 return {"tool_calls": [{"index": piece.index, _OWNERS[field]: {field: piece.text}}]}
 
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
-        parser = self._parsers[index]
+        parser = self.parsers[index]
         called = parser.num_calls and parser.complete
         if called and output.finish_reason == "stop":
             return "tool_calls"
         return output.finish_reason
 
-    def opening(self, index: int) -> dict[str, Any]:
+    def opening(self, index: int) -> JsonObject:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def content(self, text: str | None) -> dict[str, Any]:
-        if text is None:
-            return {"delta": {}}
-        return {"delta": {"content": text}}
-
-    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
+    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> JsonObject | None:
         if output.logprobs is None:
             return None
         places = range(len(output.token_ids))[which]
@@ -208,13 +199,13 @@ class _ChatAnswer(ChoicesAnswer):
 class _FunctionsAnswer(_ChatAnswer):
     """The answer to a request with `functions`, the former name of tools: a message has one `function_call`."""
 
-    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        message = super().message(index, output)["message"]
+    def message(self, index: int, pieces: Sequence[Piece]) -> JsonObject:
+        message = super().message(index, pieces)["message"]
         for call in message.pop("tool_calls", []):
             message["function_call"] = call["function"]
         return {"message": message}
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
+    def delta(self, piece: Piece) -> JsonObject:
         delta = super().delta(piece)
         if "tool_calls" in delta:
             return {"function_call": delta["tool_calls"][0]["function"]}
@@ -230,7 +221,7 @@ class _FunctionsAnswer(_ChatAnswer):
 class _CheckAnswer(_ChatAnswer):
     """A report on the admission, instead of the answer."""
 
-    def whole(self, finished: Sequence[RequestOutput]) -> bytes:
+    def whole(self, finished: Finished) -> bytes:
         [first] = finished
         prompt_tokens = len(first.prompt_token_ids)
         seconds = first.compile_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 
@@ -13,11 +13,13 @@ from engine.outputs import CompletionOutput
 from engine.server.api.answers import ChoicesAnswer, TokenPlaces, finite, ranked
 from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
-from engine.server.request.bodies import CompletionRequest, GuidedInfo
+from engine.server.request.bodies import CompletionRequest
 from engine.server.request.constraints import requested_constraint
 from engine.server.request.job import Job, OutputForm, check_size, ignored_fields, sampling_params
 from engine.server.request.prompts import encode
 from guided.errors import InvalidRequest
+from guided.json_text import JsonObject
+from guided.tools.output_parser import Piece
 
 router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
@@ -43,7 +45,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         # OpenAI's default, but not with a constraint, where it would cut off most answers.
         max_tokens = 16
     check_size(context, body, len(sent), max_tokens, body.logprobs)
-    prompts: list[list[int]] = []
+    prompts = []
     for number, prompt in enumerate(sent):
         param = "prompt"
         if not is_one:
@@ -63,7 +65,7 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     ).admitted(context)
     if not body.echo:
         return job
-    echoed: list[str] = []
+    echoed = []
     for prompt in sent:
         if isinstance(prompt, list):
             prompt = context.decode(prompt)  # the engine has checked the ids
@@ -75,25 +77,26 @@ class _TextAnswer(ChoicesAnswer):
     whole_object = "text_completion"
     chunk_object = "text_completion"
     prompts_in_choices = True
+    last_part: ClassVar = {"text": ""}
 
-    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._places = [TokenPlaces(self.pieces) for _ in range(job.num_choices)]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._places = [TokenPlaces(self.pieces) for _ in range(self.job.num_choices)]
         """Places of the tokens that have their log-probabilities, by choice."""
 
-    def message(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        return {"text": self._echoed(index) + output.text}
+    def message(self, index: int, pieces: Sequence[Piece]) -> JsonObject:
+        return {"text": self._echoed(index) + "".join(piece.text for piece in pieces)}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> JsonObject | None:
         text = self._echoed(index)
         if text:
-            return self.content(text)
+            return {"text": text}
         return None
 
-    def content(self, text: str | None) -> dict[str, Any]:
-        return {"text": text or ""}
+    def part(self, piece: Piece) -> JsonObject:
+        return {"text": piece.text}
 
-    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
+    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> JsonObject | None:
         """Build OpenAI's older shape. `text_offset` is the place of a token in the text, in characters.
 
         A token that begins inside a character has the offset of that character. A token without text has the offset of

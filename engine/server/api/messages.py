@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
-from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.api.answers import PartsAnswer, usage_of
+from engine.outputs import CompletionOutput
+from engine.server.api.answers import Events, Finished, PartsAnswer, usage_of
 from engine.server.api.chat import build_job_that_fits
-from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
+from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse, RouteResponses
 from engine.server.context import Context, ServerContext
 from engine.server.http_errors import MESSAGES_PATH, message_error
 from engine.server.options import DEFAULT_MODEL
@@ -29,6 +28,7 @@ from engine.server.request.bodies import (
     GenerationRequest,
     Message,
     OfferedTool,
+    TemplateVariables,
     TextPart,
     Tool,
     ToolCall,
@@ -38,9 +38,10 @@ from engine.server.request.bodies import (
     offered,
     thinking_variables,
 )
-from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
+from engine.server.request.fields import Body, FormatHolder, Many, NonEmpty, ResponseFormat
 from engine.server.request.job import Job
 from guided.errors import GuidedError, InvalidRequest
+from guided.json_text import JsonObject
 from guided.tools.output_parser import Piece
 
 EXAMPLE = {
@@ -54,7 +55,7 @@ EXAMPLE = {
 class Block(TypedBody):
     """A content block. Clients can send the blocks of an answer back unchanged."""
 
-    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    required: ClassVar = {
         "text": ("text",),
         "thinking": ("thinking",),
         "redacted_thinking": ("data",),
@@ -64,12 +65,14 @@ class Block(TypedBody):
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str | None = None
-    data: str | None = Field(default=None, description="Thoughts that are not shown. Without effect.")
+    data: str | None = None
+    """Thoughts that are not shown. Without effect."""
     id: str | None = Field(default=None, min_length=1)
     name: str | None = Field(default=None, min_length=1)
-    input: dict[str, Any] | None = None
+    input: JsonObject | None = None
     tool_use_id: str | None = Field(default=None, min_length=1)
-    content: str | Many[TextPart] | None = Field(default=None, description="The result of a tool.")
+    content: str | Many[TextPart] | None = None
+    """The result of a tool."""
 
     def as_call(self) -> ToolCall:
         """Return the call of a chat that a block of the type `tool_use` describes."""
@@ -78,7 +81,8 @@ class Block(TypedBody):
 
 class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Many[Block], Field(min_length=1, description="A text, or a list of blocks.")]
+    content: NonEmpty[Block]
+    """A text, or a list of blocks."""
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[Block])
     @classmethod
@@ -108,7 +112,7 @@ class InputMessage(Body):
 class InputTool(OfferedTool):
     """A tool that the client runs, or a hosted tool."""
 
-    parameters: dict[str, Any] | None = Field(default=None, alias="input_schema")
+    parameters: JsonObject | None = Field(default=None, alias="input_schema")
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
@@ -123,7 +127,7 @@ class ToolChoice(Body):
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
-    def for_chat(self) -> str | dict[str, Any]:
+    def for_chat(self) -> str | JsonObject:
         """Return the `tool_choice` of a chat."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name or ""}}
@@ -134,20 +138,22 @@ class ToolChoice(Body):
 
 class ThinkingConfig(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(default=None, ge=0, description="Number of tokens after which thinking ends.")
+    budget_tokens: int | None = Field(default=None, ge=0)
+    """Number of tokens after which thinking ends."""
 
 
 class OutputConfig(FormatHolder):
     path = "output_config"
     format: ResponseFormat | None = None
-    effort: str | None = Field(default=None, description="Passed to the chat template as `reasoning_effort`.")
+    effort: str | None = None
+    """Effort of the thinking phase, which the chat template gets as `reasoning_effort`."""
 
 
 class CountTokensRequest(GenerationRequest):
     """Body of `POST /v1/messages/count_tokens`."""
 
     model: str
-    messages: Annotated[Many[InputMessage], Field(min_length=1)]
+    messages: NonEmpty[InputMessage]
     system: str | Many[TextPart] | None = None
     max_tokens: int | None = None
     stop_sequences: Many[str] | None = None
@@ -155,11 +161,11 @@ class CountTokensRequest(GenerationRequest):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: ResponseFormat | None = Field(
-        default=None, description="The former place of `output_config.format`."
-    )
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
-    thread: dict[str, Any] | None = Field(default=None, description="Refused: send all messages of the conversation.")
+    output_format: ResponseFormat | None = None
+    """The former place of `output_config.format`."""
+    chat_template_kwargs: TemplateVariables | None = None
+    thread: JsonObject | None = None
+    """Refused: send all messages of the conversation."""
     # A message has one output, while a chat may have several.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
@@ -173,7 +179,7 @@ class CountTokensRequest(GenerationRequest):
             fields["response_format"] = config.format or self.output_format
         if self.stop_sequences is not None:
             fields["stop"] = self.stop_sequences
-        variables: dict[str, Any] = {}
+        variables: JsonObject = {}
         if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
             on = self.thinking.type == "enabled"
             variables = thinking_variables(on)
@@ -203,22 +209,22 @@ class CountTokensRequest(GenerationRequest):
         )
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, json_schema_extra={"examples": [EXAMPLE]}):
     """Body of `POST /v1/messages`. The server keeps no state between requests."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
-
-    max_tokens: int = Field(description="Limit of output tokens, or the rest of the context if that is less.")
+    max_tokens: int
+    """Limit of output tokens, or the rest of the context if that is less."""
 
 
 class InputTokens(BaseModel):
     input_tokens: int
 
 
-class MessageErrorDetail(BaseModel):
+class MessageErrorDetail(BaseModel, use_attribute_docstrings=True):
     type: str
     message: str
-    details: dict[str, str | None] = Field(description="`error_code`, `param` and `pointer`.")
+    details: dict[str, str | None]
+    """`error_code`, `param` and `pointer`."""
 
 
 class MessageError(BaseModel):
@@ -228,7 +234,7 @@ class MessageError(BaseModel):
     error: MessageErrorDetail
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": MessageError} for status in ("4XX", "5XX")}
+_ERRORS: RouteResponses = {status: {"model": MessageError} for status in ("4XX", "5XX")}
 router = APIRouter(tags=["generation"], route_class=BodyRoute, responses=_ERRORS)
 
 
@@ -262,10 +268,10 @@ def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> 
     if body.thinking is not None and not thinks:
         request.state.ignored.append("thinking")
     chat = body.as_chat(thinks)
-    return build_job_that_fits(chat, context, f"msg_{uuid.uuid4().hex}", request.state.request_id)
+    return build_job_that_fits(chat, context, "msg_", request.state.request_id)
 
 
-_BLOCKS: dict[str, dict[str, Any]] = {
+_BLOCKS: dict[str, JsonObject] = {
     "text": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
     "call": {"type": "tool_use", "input": {}},
@@ -282,33 +288,33 @@ _DELTAS = {
 class _MessageAnswer(PartsAnswer):
     """An answer of Anthropic's API. The parts are content blocks."""
 
-    def first_events(self) -> Iterator[dict[str, Any]]:
+    def first_events(self) -> Events:
         usage = {"input_tokens": len(self.job.prompts[0]), "output_tokens": 0}
         yield {"type": "message_start", "message": self._message(usage=usage, guided=self.guided_info())}
 
-    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+    def last_events(self, finished: Finished) -> Events:
         message = self.ended(finished)
         stop = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": stop, "usage": message["usage"], "guided": message["guided"]}
         yield {"type": "message_stop"}
 
-    def failure(self, error: GuidedError) -> dict[str, Any]:
+    def failure(self, error: GuidedError) -> JsonObject:
         return message_error(error)
 
-    def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def begin(self, piece: Piece) -> Events:
         block = {**_BLOCKS[piece.kind]}
         if piece.kind == "call":
             block |= {"id": self.job.new_call_id(), "name": piece.text}
         self.parts.append(block)
         yield self._event("start", content_block=block)
 
-    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        name, field = _DELTAS[self.open or "text"]
+    def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
+        name, field = _DELTAS[self.open.kind]
         yield self._event("delta", delta={"type": name, field: text})
 
-    def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
+    def close(self, completion: CompletionOutput | None) -> Events:
         block = self.parts[-1]
-        match self.open:
+        match self.open.kind:
             case "call":
                 with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off has no input
                     block["input"] = json.loads(self.text)
@@ -320,7 +326,7 @@ class _MessageAnswer(PartsAnswer):
                 block["text"] = self.text
         yield self._event("stop")
 
-    def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
+    def ended(self, finished: Finished) -> JsonObject:
         [completion] = finished[0].outputs
         counted = usage_of(finished)
         cached = counted["prompt_tokens_details"]["cached_tokens"]
@@ -338,7 +344,7 @@ class _MessageAnswer(PartsAnswer):
             message["stop_sequence"] = completion.stop_reason
         return message
 
-    def _message(self, **fields: Any) -> dict[str, Any]:
+    def _message(self, **fields: Any) -> JsonObject:
         message = {
             "id": self.job.request_id,
             "type": "message",
@@ -361,6 +367,6 @@ class _MessageAnswer(PartsAnswer):
             return "stop_sequence"
         return "end_turn"
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> JsonObject:
         """Build an event about the last block."""
         return {"type": f"content_block_{kind}", "index": len(self.parts) - 1, **fields}

@@ -9,8 +9,8 @@ import contextlib
 import hashlib
 import json
 import time
-import uuid
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -21,19 +21,18 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import AliasChoices, BaseModel, Field, model_validator
 
-from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from engine.server.api.answers import PartsAnswer, to_json
+from engine.outputs import CompletionOutput, RequestMetrics
+from engine.server.api.answers import Events, Finished, PartsAnswer, to_json
 from engine.server.api.chat import build_job_that_fits
-from engine.server.api.routes import BodyRoute, JobResponse
+from engine.server.api.routes import BodyRoute, JobResponse, RouteResponses
 from engine.server.context import Context, ServerContext
 from engine.server.http_errors import OLLAMA_PATH, ollama_error
-from engine.server.request.bodies import ChatRequest, GuidedInfo, Message, thinking_variables
+from engine.server.request.bodies import ChatRequest, Message, thinking_variables
 from engine.server.request.fields import Body, Many, Schema
-from engine.server.request.job import Job
 from guided.errors import GuidedError
-from guided.tools.output_parser import Piece
+from guided.json_text import JsonObject
 
-_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
+_RESPONSES: RouteResponses = {200: {"content": {"application/x-ndjson": {}}}}
 _OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """Option -> name of the same field in a chat."""
 
@@ -45,17 +44,22 @@ class OllamaRequest(ChatRequest):
     """The name of the field that holds the prompt."""
     unused: ClassVar[Collection[str]] = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
     messages: Many[Message] = Field(default=[])
-    stream: bool = Field(default=True, description="Answer in lines of JSON.")
-    format: Schema = Field(default=None, description='A schema, or "json": the output is a JSON object.')
-    options: dict[str, Any] | None = Field(default=None, description="Sampling parameters; num_predict is max_tokens.")
-    think: bool | str | None = Field(default=None, description="Whether to think, or an effort.")
-    keep_alive: str | float | None = Field(default=None, description="Has no effect: the model stays loaded.")
+    stream: bool = True
+    """Whether the answer is a stream of lines of JSON."""
+    format: Schema = None
+    """A schema, or "json": the output is a JSON object."""
+    options: JsonObject | None = None
+    """Sampling parameters; num_predict is max_tokens."""
+    think: bool | str | None = None
+    """Whether to think, or an effort."""
+    keep_alive: str | float | None = None
+    """Time for which the model stays loaded. Without effect: it always does."""
     # An answer has one output, while a chat may have several.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
 
     @classmethod
-    def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
+    def gathered(cls, data: JsonObject, names: MutableMapping[str, str]) -> JsonObject:
         """Move `options` into the body. Its own fields have priority. Replace `format` "json" by `json_object`."""
         data = super().gathered(data, names)
         options = data.get("options")
@@ -123,7 +127,7 @@ class OllamaError(BaseModel):
     error: str
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": OllamaError} for status in ("4XX", "5XX")}
+_ERRORS: RouteResponses = {status: {"model": OllamaError} for status in ("4XX", "5XX")}
 router = APIRouter(prefix=OLLAMA_PATH, tags=["generation"], route_class=BodyRoute, responses=_ERRORS)
 models = APIRouter(prefix=OLLAMA_PATH, tags=["models"], responses=_ERRORS)
 
@@ -146,8 +150,8 @@ def answer_chat(body: OllamaRequest, request: Request, context: Context) -> Resp
     if body.think and not thinks:
         request.state.ignored.append("think")
     body.prepare(thinks)
-    job = build_job_that_fits(body, context, f"ollama-{uuid.uuid4().hex}", request.state.request_id)
-    return JobResponse(partial(_OllamaAnswer, body.place), job, request, context)
+    job = build_job_that_fits(body, context, "ollama-", request.state.request_id)
+    return JobResponse(partial(_OllamaAnswer, place=body.place), job, request, context)
 
 
 @models.get("/version")
@@ -156,7 +160,7 @@ def get_version() -> dict[str, str]:
 
 
 @models.get("/tags")
-def list_models(context: Context) -> dict[str, Any]:
+def list_models(context: Context) -> JsonObject:
     """List the served model, as Ollama does."""
     name = context.settings.model_name
     digest = hashlib.sha256(name.encode()).hexdigest()  # clients show its first characters
@@ -181,7 +185,7 @@ def show_model(body: ShowRequest, request: Request, context: Context) -> Respons
     return JSONResponse(description)
 
 
-def _described(context: ServerContext) -> dict[str, Any]:
+def _described(context: ServerContext) -> JsonObject:
     details = {"family": context.llm.model.config.model_type}
     return {"modified_at": _written(context.created), "details": details}
 
@@ -190,52 +194,46 @@ _FIELDS = {"text": "content", "reasoning": "thinking"}
 """Kind of a piece -> field of a message."""
 
 
+@dataclass
 class _OllamaAnswer(PartsAnswer):
     """An answer of Ollama's API. The parts are fields of its lines: `content`, `thinking`, `tool_calls`, `logprobs`."""
 
     stream_type = "application/x-ndjson"
 
-    def __init__(self, place: str, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._place = place
-        self._called = ""
-        """The name of the function that the open part calls."""
+    place: str
+    """The name of the field that holds the prompt."""
 
-    def first_events(self) -> Iterator[dict[str, Any]]:
+    def first_events(self) -> Events:
         if self.guided is not None:
             yield self._line({}, guided=self.guided_info())
 
-    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+    def last_events(self, finished: Finished) -> Events:
         self.parts.clear()
         yield self.ended(finished)
 
-    def failure(self, error: GuidedError) -> dict[str, Any]:
+    def failure(self, error: GuidedError) -> JsonObject:
         return ollama_error(error)
 
-    def event(self, data: dict[str, Any]) -> bytes:
+    def event(self, data: JsonObject) -> bytes:
         return to_json(data) + b"\n"
 
-    def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        self._called = piece.text
-        yield from ()
-
-    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        if self.open in _FIELDS:
-            part: dict[str, Any] = {_FIELDS[self.open]: text}
+    def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
+        if self.open.kind in _FIELDS:
+            part: JsonObject = {_FIELDS[self.open.kind]: text}
             if logprobs:
                 part["logprobs"] = logprobs
             self.parts.append(part)
             yield self._line(part)
 
-    def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
-        if self.open == "call":
+    def close(self, completion: CompletionOutput | None) -> Events:
+        if self.open.kind == "call":
             with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off is left out
-                function = {"name": self._called, "arguments": json.loads(self.text)}
+                function = {"name": self.open.text, "arguments": json.loads(self.text)}
                 self.parts.append({"tool_calls": [{"id": self.job.new_call_id(), "function": function}]})
                 yield self._line(self.parts[-1])
 
-    def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
-        whole: dict[str, Any] = {}
+    def ended(self, finished: Finished) -> JsonObject:
+        whole: JsonObject = {}
         for part in self.parts:
             for name, value in part.items():
                 whole[name] = whole.get(name, type(value)()) + value
@@ -249,13 +247,13 @@ class _OllamaAnswer(PartsAnswer):
         }
         return self._line(whole, done=True, **fields, **_durations(output.metrics))
 
-    def _line(self, part: dict[str, Any], done: bool = False, **fields: Any) -> dict[str, Any]:
-        return _record(self.context, _shaped(self._place, **part), done=done, **fields)
+    def _line(self, part: JsonObject, done: bool = False, **fields: Any) -> JsonObject:
+        return _record(self.context, _shaped(self.place, **part), done=done, **fields)
 
 
-def _shaped(place: str, content: str = "", logprobs: Any = None, **others: Any) -> dict[str, Any]:
+def _shaped(place: str, content: str = "", logprobs: Any = None, **others: Any) -> JsonObject:
     """Return a part of the output in the shape for messages, or for a prompt."""
-    shaped: dict[str, Any] = {"message": {"role": "assistant", "content": content, **others}}
+    shaped: JsonObject = {"message": {"role": "assistant", "content": content, **others}}
     if place == "prompt":
         shaped = {"response": content, **others}
     if logprobs is not None:
@@ -263,7 +261,7 @@ def _shaped(place: str, content: str = "", logprobs: Any = None, **others: Any) 
     return shaped
 
 
-def _record(context: ServerContext, shaped: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def _record(context: ServerContext, shaped: JsonObject, **fields: Any) -> JsonObject:
     return {"model": context.settings.model_name, "created_at": _written(time.time()), **shaped, **fields}
 
 

@@ -6,17 +6,18 @@ The request is translated to a chat. The output of the chat becomes items, and e
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, groupby
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, field_validator
 from pydantic_core import PydanticCustomError
 
-from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.api.answers import PartsAnswer, usage_of
+from engine.outputs import CompletionOutput
+from engine.server.api.answers import Events, Finished, PartsAnswer, usage_of
 from engine.server.api.chat import build_job
 from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
@@ -24,7 +25,6 @@ from engine.server.request.bodies import (
     CHAT_EXAMPLE,
     CalledFunction,
     ChatRequest,
-    GuidedInfo,
     Message,
     OfferedTool,
     ReasoningConfig,
@@ -37,9 +37,10 @@ from engine.server.request.bodies import (
     joined,
     offered,
 )
-from engine.server.request.fields import Body, FormatHolder, Many, ResponseFormat
+from engine.server.request.fields import Body, FormatHolder, Many, NonEmpty, ResponseFormat
 from engine.server.request.job import Job
 from guided.errors import GuidedError, error_body
+from guided.json_text import JsonObject
 from guided.tools.output_parser import Piece
 
 EXAMPLE = {
@@ -60,7 +61,7 @@ class InputPart(Body):
 class InputItem(TypedBody):
     """A message, a call, the output of a call, or thoughts. Clients can send the items of an answer back unchanged."""
 
-    required: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    required: ClassVar = {
         "message": ("role", "content"),
         "function_call": ("name", "arguments", "call_id"),
         "function_call_output": ("call_id", "output"),
@@ -109,23 +110,22 @@ class FunctionTool(OfferedTool):
         return kind
 
 
-class ResponsesRequest(TurnRequest):
+class ResponsesRequest(TurnRequest, json_schema_extra={"examples": [EXAMPLE]}):
     """Body of `POST /v1/responses`. The server keeps no state between requests."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
-
-    input: Annotated[Many[InputItem], Field(min_length=1, description="A text, or a list of items.")]
-    instructions: str | None = Field(default=None, description="A system message before the input.")
-    max_output_tokens: TokenLimit = Field(
-        default=None, description="Maximum number of output tokens. Default: the rest of the context."
-    )
+    input: NonEmpty[InputItem]
+    """A text, or a list of items."""
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: TokenLimit = None
+    """Maximum number of output tokens. Default: the rest of the context."""
     text: TextConfig | None = None
     tools: Many[FunctionTool] | None = None
     reasoning: ReasoningConfig | None = None
-    include: Many[str] | None = Field(
-        default=None, description="message.output_text.logprobs; other values have no effect."
-    )
-    top_logprobs: int | None = Field(default=None, description="Number of alternatives with log-probabilities.")
+    include: Many[str] | None = None
+    """message.output_text.logprobs; other values have no effect."""
+    top_logprobs: int | None = None
+    """Number of alternatives with log-probabilities."""
     # A response has one output, while a chat may have several.
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
@@ -175,8 +175,8 @@ def _message(item: InputItem) -> Message:
 def _turn(items: Sequence[InputItem]) -> Message:
     """Return the assistant's message that consists of `items`."""
     turn = Message(role="assistant")
-    texts: list[str] = []
-    calls: list[ToolCall] = []
+    texts = []
+    calls = []
     for item in items:
         if item.type == "message":
             texts.append(joined(item.content))
@@ -198,7 +198,7 @@ router = APIRouter(tags=["generation"], route_class=BodyRoute)
 def create_response(body: ResponsesRequest, request: Request, context: Context) -> JobResponse:
     """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
     job = _job(body, request, context)
-    return JobResponse(partial(_ResponseAnswer, _settings(body, job)), job, request, context)
+    return JobResponse(partial(_ResponseAnswer, settings=_settings(body, job)), job, request, context)
 
 
 class InputTokenCount(BaseModel):
@@ -220,12 +220,12 @@ def _job(body: ResponsesRequest, request: Request, context: ServerContext) -> Jo
     for index, (place, tool) in enumerate(offered(body.tools).items()):
         for field in ("name", "format", "parameters"):
             names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{place}].{field}"
-    return build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id)
+    return build_job(body.as_chat(), context, "resp_", request.state.request_id)
 
 
-def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
+def _settings(body: ResponsesRequest, job: Job) -> JsonObject:
     """Return the settings of the request that the answer repeats."""
-    text: dict[str, Any] = {"format": {"type": "text"}}
+    text: JsonObject = {"format": {"type": "text"}}
     if body.text is not None and body.text.format is not None:
         text = body.text.model_dump(by_alias=True, exclude_unset=True)
     return {
@@ -246,13 +246,13 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
 class _ItemKind(NamedTuple):
     """The form of the items of one kind."""
 
-    item: dict[str, Any]
+    item: JsonObject
     """Constant fields of the item."""
     prefix: str
     """Prefix of the item's id."""
     events: str
     """First part of the names of the events about the item's text."""
-    part: dict[str, Any] | None = None
+    part: JsonObject | None = None
     """Constant fields of the item's only content part. None: the item is a call, which has the text in a field."""
     field: str = "text"
     """Field of the text in the item or its content part, and in the event that ends the text."""
@@ -269,32 +269,35 @@ _KINDS = {
 """Kind of the piece that begins an item -> kind of the item."""
 
 
+@dataclass
 class _ResponseAnswer(PartsAnswer):
-    """An answer of the Responses API. The parts are items. It repeats `settings`, the settings of the request."""
+    """An answer of the Responses API. The parts are items."""
 
-    def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        super().__init__(context, job, guided)
-        self._settings = settings
-        self._logprobs: list[dict[str, Any]] = []
+    settings: JsonObject
+    """The settings of the request, which the answer repeats."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._logprobs: list[JsonObject] = []
         """Log-probabilities of the tokens of the open part."""
         self._numbers = count()
 
-    def first_events(self) -> Iterator[dict[str, Any]]:
+    def first_events(self) -> Events:
         for status in ("created", "in_progress"):
             yield {"type": f"response.{status}", "response": self._response("in_progress")}
 
-    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+    def last_events(self, finished: Finished) -> Events:
         response = self.ended(finished)
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def failure(self, error: GuidedError) -> dict[str, Any]:
+    def failure(self, error: GuidedError) -> JsonObject:
         response = self._response("failed", error=error_body(error)["error"])
         return {"type": "response.failed", "response": response}
 
-    def event(self, data: dict[str, Any]) -> bytes:
+    def event(self, data: JsonObject) -> bytes:
         return super().event({**data, "sequence_number": next(self._numbers)})
 
-    def begin(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def begin(self, piece: Piece) -> Events:
         kind = _KINDS[piece.kind]
         item = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", **kind.item, "status": "in_progress"}
         if kind.part is None:
@@ -307,11 +310,11 @@ class _ResponseAnswer(PartsAnswer):
         if kind.part is not None:
             yield self._about_text("response.content_part.added", part={**kind.part, kind.field: ""})
 
-    def grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
         self._logprobs += logprobs
         yield self._about_text(f"{self._kind.events}.delta", delta=text, logprobs=logprobs)
 
-    def close(self, completion: CompletionOutput | None) -> Iterator[dict[str, Any]]:
+    def close(self, completion: CompletionOutput | None) -> Events:
         kind = self._kind
         item = self.parts[-1]
         text = {kind.field: self.text}
@@ -327,7 +330,7 @@ class _ResponseAnswer(PartsAnswer):
             yield self._about_text("response.content_part.done", part=part)
         yield self._about_item("response.output_item.done", item=item)
 
-    def ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
+    def ended(self, finished: Finished) -> JsonObject:
         [completion] = finished[0].outputs
         status = _status(completion)
         counted = usage_of(finished)
@@ -343,7 +346,7 @@ class _ResponseAnswer(PartsAnswer):
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return response
 
-    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+    def _response(self, status: str, **fields: Any) -> JsonObject:
         response = {
             "id": self.job.request_id,
             "created_at": self.created,
@@ -356,7 +359,7 @@ class _ResponseAnswer(PartsAnswer):
             "output": self.parts,
             "guided": self.guided_info(),
         }
-        return response | fields | self._settings
+        return response | fields | self.settings
 
     def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
         """Count the tokens up to the end of the thoughts."""
@@ -370,12 +373,12 @@ class _ResponseAnswer(PartsAnswer):
 
     @property
     def _kind(self) -> _ItemKind:
-        return _KINDS[self.open or "text"]
+        return _KINDS[self.open.kind]
 
-    def _about_item(self, event: str, **fields: Any) -> dict[str, Any]:
+    def _about_item(self, event: str, **fields: Any) -> JsonObject:
         return {"type": event, "output_index": len(self.parts) - 1, **fields}
 
-    def _about_text(self, event: str, **fields: Any) -> dict[str, Any]:
+    def _about_text(self, event: str, **fields: Any) -> JsonObject:
         if self._kind.part is not None:
             fields["content_index"] = 0
         return self._about_item(event, item_id=self.parts[-1]["id"], **fields)

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, nullcontext
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from fastapi import Request, Response
@@ -111,28 +112,27 @@ def parse(raw: bytes, request: Request, body_type: type[BaseModel], context: Ser
         raise shape_error(error.errors(include_url=False, include_input=False)) from None
 
 
+RouteResponses = dict[int | str, dict[str, Any]]
+"""The type of the argument `responses` of routes, for the documentation page."""
 _ANSWER = "An answer as the API's own documentation says, or its events (`stream`), plus `guided`: how it was made."
-RESPONSES: dict[int | str, dict[str, Any]] = {200: {"description": _ANSWER, "content": {"text/event-stream": {}}}}
-"""The argument `responses` of the routes, for the documentation page."""
+RESPONSES: RouteResponses = {200: {"description": _ANSWER, "content": {"text/event-stream": {}}}}
+"""The argument `responses` of routes that run a job."""
 
 
+@dataclass(eq=False)
 class JobResponse(Response):
     """Runs a job and sends its answer, or a stream. The job is aborted when the client disconnects."""
 
-    def __init__(
-        self,
-        make_answer: Callable[[ServerContext, Job, GuidedInfo | None], Answer],
-        job: Job,
-        request: Request,
-        context: ServerContext,
-    ) -> None:
+    _make_answer: Callable[[ServerContext, Job, GuidedInfo | None], Answer]
+    _job: Job
+    _request: Request
+    _context: ServerContext
+    _is_sent: bool = False
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._make_answer = make_answer
-        self._job = job
-        self._request = request
-        self._context = context
-        self._is_sent = False
-        request.state.ignored += map(request.state.field_names.of, job.ignored)
+        state = self._request.state
+        state.ignored += map(state.field_names.of, self._job.ignored)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job and send the answer. Raises the error of a job that fails before the first byte of its answer."""
@@ -142,17 +142,17 @@ class JobResponse(Response):
                 pass
 
         work = asyncio.create_task(self._run(scope, receive, send))
-        watching = asyncio.create_task(watch())
+        tasks = (work, asyncio.create_task(watch()))
         try:
-            await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if self._is_sent or work.done():
                 await work
             else:
                 self._context.client_left(self._job.http_id)
         finally:
-            work.cancel()
-            watching.cancel()
-            await asyncio.gather(work, watching, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job. If its constraint is refused, run `Job.relax` and try again."""
@@ -186,7 +186,7 @@ class JobResponse(Response):
 
     async def _whole(self, outputs: Outputs, answer: Answer) -> bytes:
         """Return the body of an answer without `stream`."""
-        last: dict[int, RequestOutput] = {}
+        last = {}
         async for number, output in outputs:
             last[number] = output
             if self._job.at_admission:
@@ -195,7 +195,7 @@ class JobResponse(Response):
 
     async def _events(self, outputs: Outputs, answer: Answer) -> AsyncIterator[bytes]:
         """Write the whole stream, event by event."""
-        finished: dict[int, RequestOutput] = {}
+        finished = {}
         try:
             for data in answer.first_events():
                 yield answer.event(data)

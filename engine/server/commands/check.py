@@ -50,7 +50,7 @@ def check(
 
     The exit status is 1 if a file is refused, 2 if one can't be read or for a wrong call.
     """
-    texts: list[tuple[str, str]] = []
+    texts = []
     for file in files:
         try:
             texts.append((str(file), _text_of(file)))
@@ -65,6 +65,9 @@ def check(
     if not texts:
         raise typer.Exit(2)
     good = True
+    open_objects = None
+    if close_objects:
+        open_objects = False
     with reported("check", 2):
         backend = resolve(backend)
         from guided.check.check import check_all, vocabulary_of  # slow: the grammar libraries
@@ -74,7 +77,7 @@ def check(
             vocabulary_of(tokenizer),
             kind=kind,
             backend=backend,
-            open_objects=False if close_objects else None,
+            open_objects=open_objects,
             samples=samples,
             seed=seed,
             seconds=seconds,

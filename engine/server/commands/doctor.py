@@ -129,7 +129,7 @@ def examine(options: ServeOptions) -> Iterator[Finding]:
     device = options.load.device
     if device != "cpu":
         advice = "a container needs --gpus all, and Triton a C compiler (docs/install.md)"
-        finding = _tried("GPU", "", advice, _TRY_GPU, "cuda" if device == "auto" else device)
+        finding = _tried("GPU", "", advice, _TRY_GPU, device.replace("auto", "cuda"))
         if device == "auto" and finding.text.startswith("no CUDA device"):
             finding = Finding("ok", "GPU", f"{finding.text.removesuffix(f': {advice}')}; the CPU is used")
         elif finding.level == "ok" and find_spec("liger_kernel") is None:

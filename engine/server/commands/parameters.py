@@ -34,7 +34,10 @@ def _described(option: Option) -> inspect.Parameter:
     how: Any = typer.Option(help=option.help, rich_help_panel=option.panel)
     if option.type is bool:
         how.show_default = False
-        how.help += " Default: yes." if option.default else " Default: no."
+        answer = "no"
+        if option.default:
+            answer = "yes"
+        how.help += f" Default: {answer}."
     if isinstance(option.default, tuple):
         return _parameter(option.name, [], list[str], how)
     return _parameter(option.name, option.default, option.type, how)

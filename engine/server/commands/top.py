@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.server.commands.parameters import reported
+from guided.json_text import JsonObject
 
 _SECONDS = 5.0
 """Time limit of a request to the server."""
@@ -80,22 +81,21 @@ def view(url: str, before: Snapshot, now: Snapshot) -> RenderableType:
     """Render a reading, with rates since the reading `before`."""
     if now.problem is not None:
         return Text(f"{url} does not answer: {now.problem}", style="bold red")
+    status = now.health["status"]
+    style = "bold red"
+    if status == "ok":
+        style = "bold green"
+    title = f"{url}  {time.strftime('%H:%M:%S')}  {status}"
     if now.health["reason"]:
-        reason = f": {now.health['reason']}"
-    else:
-        reason = ""
-    title = f"{url}  {time.strftime('%H:%M:%S')}  {now.health['status']}{reason}"
-    failures = [
-        f"{count:.0f} x {code}"
-        for (name, code), count in now.samples.items()
-        if name == "request_failures_total" and count > 0
-    ]
-    return Group(
-        Text(title, style="bold green" if now.health["status"] == "ok" else "bold red"),
-        _numbers(before, now),
-        _actors(now.health["pool"]["actors"]),
-        *([Text(f"failures: {', '.join(failures)}", style="yellow")] if failures else []),
-    )
+        title += f": {now.health['reason']}"
+    parts: list[RenderableType] = [Text(title, style), _numbers(before, now), _actors(now.health["pool"]["actors"])]
+    failures = []
+    for (name, code), count in now.samples.items():
+        if name == "request_failures_total" and count > 0:
+            failures.append(f"{count:.0f} x {code}")
+    if failures:
+        parts.append(Text(f"failures: {', '.join(failures)}", "yellow"))
+    return Group(*parts)
 
 
 def _numbers(before: Snapshot, now: Snapshot) -> Table:
@@ -130,10 +130,18 @@ def _numbers(before: Snapshot, now: Snapshot) -> Table:
     return table
 
 
-def _actors(actors: list[dict[str, Any]]) -> Table:
+def _actors(actors: list[JsonObject]) -> Table:
     columns = ("index", "node", "pid", "state", "open_sequences", "restarts", "last_end")
     table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
     for actor in actors:
-        cells = ["-" if actor[name] is None else str(actor[name])[:80] for name in columns]
-        table.add_row(*cells, style="" if actor["state"] == "up" else "red")
+        cells = []
+        for name in columns:
+            value = actor[name]
+            if value is None:
+                value = "-"
+            cells.append(str(value)[:80])
+        style = "red"
+        if actor["state"] == "up":
+            style = ""
+        table.add_row(*cells, style=style)
     return table

@@ -12,13 +12,23 @@ import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.server.request.fields import REFUSED, Body, ConstraintFields, Many, NvextFields, SglangFields, name_here
+from engine.server.request.fields import (
+    REFUSED,
+    Body,
+    ConstraintFields,
+    Many,
+    NonEmpty,
+    NvextFields,
+    SglangFields,
+    name_here,
+)
 from guided.errors import InvalidRequest
+from guided.json_text import JsonObject
 
-CHAT_EXAMPLE: dict[str, Any] = {
+CHAT_EXAMPLE: JsonObject = {
     "messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}],
     "json_schema": {
         "type": "object",
@@ -27,7 +37,7 @@ CHAT_EXAMPLE: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
-COMPLETION_EXAMPLE: dict[str, Any] = {"prompt": "A date: ", "regex": "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"}
+COMPLETION_EXAMPLE: JsonObject = {"prompt": "A date: ", "regex": "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"}
 """Examples on the documentation page, which `guided serve` prints too."""
 
 
@@ -48,7 +58,8 @@ class TypedBody(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool | None = Field(default=None, description="Accepted, without effect.")
+    include_obfuscation: bool | None = None
+    """Padding of the events. Without effect."""
 
 
 TokenLimit = Annotated[int | None, AfterValidator(lambda limit: None if limit == -1 else limit)]
@@ -58,23 +69,25 @@ TokenLimit = Annotated[int | None, AfterValidator(lambda limit: None if limit ==
 class GenerationRequest(ConstraintFields):
     """Fields of both chat and text completions."""
 
-    model: str | None = Field(default=None, description="Name of the served model; see /v1/models.")
+    model: str | None = None
+    """Name of the served model; see /v1/models."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Options of the constraint. The constraint itself is one of `ConstraintFields`.
-    backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
-    guided_decoding_backend: str | None = Field(default=None, description="vLLM's older name of `backend`.")
-    open_objects: bool | None = Field(
-        default=None, description="Whether objects may have properties that their schema neither names nor excludes."
-    )
-    strict_schema: bool | None = Field(default=None, description="Reject formats that are not in the specification.")
-    complete: bool | None = Field(default=None, description="Complete the constraint within max_tokens.")
-    nvext: NvextFields | None = Field(
-        default=None, description="Further fields, where clients of NVIDIA's servers send them."
-    )
-    sampling_params: SglangFields | None = Field(
-        default=None, description="Further fields, where SGLang's clients send them."
-    )
+    backend: str | None = None
+    """Grammar library: auto, llguidance, xgrammar, outlines or lm-format-enforcer."""
+    guided_decoding_backend: str | None = None
+    """vLLM's older name of `backend`."""
+    open_objects: bool | None = None
+    """Whether objects may have properties that their schema neither names nor excludes."""
+    strict_schema: bool | None = None
+    """Whether formats that are not in the specification are refused."""
+    complete: bool | None = None
+    """Whether the output is completed within max_tokens."""
+    nvext: NvextFields | None = None
+    """Further fields, where clients of NVIDIA's servers send them."""
+    sampling_params: SglangFields | None = None
+    """Further fields, where SGLang's clients send them."""
 
     # Sampling.
     n: int | None = None
@@ -86,10 +99,10 @@ class GenerationRequest(ConstraintFields):
     min_tokens: int | None = None
     stop: str | Many[str] | None = None
     stop_token_ids: Many[int] | None = None
-    allowed_token_ids: Many[int] | None = Field(
-        default=None, description="The only tokens that the output may have, besides those that end it."
-    )
-    bad_words: str | Many[str] | None = Field(default=None, description="Texts that no token may complete.")
+    allowed_token_ids: Many[int] | None = None
+    """The only tokens that the output may have, besides those that end it."""
+    bad_words: str | Many[str] | None = None
+    """Texts that no token may complete."""
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
@@ -99,20 +112,21 @@ class GenerationRequest(ConstraintFields):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     best_of: int | None = None
-    resample: bool | None = Field(default=None, description="Draw n of best_of outputs, weighted by their kept mass.")
-    use_beam_search: bool | None = Field(default=None, description="Beam search with best_of beams and temperature 0.")
+    resample: bool | None = None
+    """Whether the n outputs are drawn from best_of, weighted by their kept mass."""
+    use_beam_search: bool | None = None
+    """Whether to search with best_of beams, at temperature 0."""
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    logprobs_mode: Literal["raw", "masked"] | None = Field(
-        default=None, description="Log-probabilities of the model (raw), or after the mask."
-    )
-    mask_details: bool | None = Field(default=None, description="Report what each mask allowed, and its time.")
-    vllm_xargs: dict[str, Any] | None = Field(
-        default=None, description="The `extra_args` of the server's custom logits processors."
-    )
+    logprobs_mode: Literal["raw", "masked"] | None = None
+    """Log-probabilities of the model (raw), or after the mask."""
+    mask_details: bool | None = None
+    """Whether the answer reports what each mask allowed, and its time."""
+    vllm_xargs: JsonObject | None = None
+    """The `extra_args` of the server's custom logits processors."""
 
     @classmethod
-    def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
+    def gathered(cls, data: JsonObject, names: MutableMapping[str, str]) -> JsonObject:
         """Move known fields of `nvext` and `sampling_params` into the body. Its own fields have priority. Constraints
         stay in their place, and so do fields that will be named in `ignored`."""
         data = {**data}
@@ -120,7 +134,7 @@ class GenerationRequest(ConstraintFields):
             inner = data.get(place)
             if not isinstance(inner, dict):
                 continue
-            rest: dict[str, Any] = {}
+            rest: JsonObject = {}
             for name, value in inner.items():
                 field = name_here(name, cls)
                 if field is None or field in ConstraintFields.model_fields or data.get(field) is not None:
@@ -135,7 +149,7 @@ class GenerationRequest(ConstraintFields):
             names["backend"] = names.get(older, older)
         return data
 
-    def fields_of(self, kind: type[BaseModel]) -> dict[str, Any]:
+    def fields_of(self, kind: type[BaseModel]) -> JsonObject:
         """Return the fields of `kind` that the request sets."""
         names = kind.model_fields.keys() & self.model_fields_set
         return {name: getattr(self, name) for name in names}
@@ -160,20 +174,20 @@ class Reported(NamedTuple):
 
 
 class ChunkOptions(StreamOptions):
-    continuous_usage_stats: bool = Field(
-        default=False, description="Whether each chunk has the usage, with include_usage."
-    )
+    continuous_usage_stats: bool = False
+    """Whether each chunk has the usage, with include_usage."""
 
 
 class ChoicesRequest(GenerationRequest):
     """Fields of chat and text completions that ask for a report beside the text."""
 
     stream_options: ChunkOptions | None = None
-    prompt_logprobs: int | None = Field(default=None, description="Alternatives for each token of the prompt.")
-    return_token_ids: bool | None = Field(default=None, description="Report the ids of the tokens.")
-    return_tokens_as_token_ids: bool | None = Field(
-        default=None, description='Tokens of log-probabilities are written as "token_id:123".'
-    )
+    prompt_logprobs: int | None = None
+    """Alternatives for each token of the prompt."""
+    return_token_ids: bool | None = None
+    """Whether the answer has the ids of the tokens."""
+    return_tokens_as_token_ids: bool | None = None
+    """Whether tokens of log-probabilities are written as "token_id:123"."""
 
     @property
     def reported(self) -> Reported:
@@ -201,10 +215,11 @@ def joined(content: str | list[Any] | None) -> str:
 
 class CalledFunction(Body):
     name: str
-    arguments: str | dict[str, Any] = ""
-    input: str | None = Field(default=None, description="The input of a custom tool, instead of arguments.")
+    arguments: str | JsonObject = ""
+    input: str | None = None
+    """The input of a custom tool, instead of arguments."""
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> JsonObject:
         """Convert to the form of chat templates: the arguments are an object there."""
         arguments: Any = self.arguments
         if self.input is not None:
@@ -238,10 +253,11 @@ class Message(Body):
     name: str | None = Field(default=None, validation_alias=AliasChoices("name", "tool_name"))
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
-    function_call: CalledFunction | None = Field(default=None, description="The former form of a tool call.")
+    function_call: CalledFunction | None = None
+    """The former form of a tool call."""
     reasoning_content: str | None = Field(default=None, validation_alias=AliasChoices("reasoning_content", "thinking"))
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> JsonObject:
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`, and `function` the
         former name for `tool`."""
         message = self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
@@ -269,11 +285,13 @@ class InputFormat(Body):
     @classmethod
     def _take_grammar(cls, data: Any) -> Any:
         """Move the fields of the object `grammar`, which chats have, beside `type`, where responses have them."""
-        if isinstance(data, dict) and isinstance(grammar := data.get("grammar"), dict):
-            return {**{name: value for name, value in data.items() if name != "grammar"}, **grammar}
-        return data
+        if not isinstance(data, dict) or not isinstance(data.get("grammar"), dict):
+            return data
+        beside = dict(data)
+        grammar = beside.pop("grammar")
+        return {**beside, **grammar}
 
-    def input_schema(self) -> dict[str, Any]:
+    def input_schema(self) -> JsonObject:
         """Return the schema of the text for the chat template."""
         if self.type == "text":
             return {"type": "string"}
@@ -285,11 +303,11 @@ class InputFormat(Body):
 class FunctionDefinition(Body):
     name: str = Field(pattern="^[A-Za-z0-9_.:-]{1,128}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(default=None, description="Whether a schema that can't be enforced is refused.")
-    format: InputFormat | None = Field(
-        default=None, description="The format of a custom tool's input. Default: any text."
-    )
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+    """Whether a schema that can't be enforced is refused."""
+    format: InputFormat | None = None
+    """The format of a custom tool's input. Default: any text."""
 
 
 _HOSTED = re.compile(
@@ -311,13 +329,7 @@ _NESTED = "functions stand side by side in the request's own tools, not within s
 class OfferedTool(FunctionDefinition):
     """A tool in a list that may contain hosted tools. Hosted tools are only named in the answer, as ignored."""
 
-    refused: ClassVar[Mapping[str, str]] = {
-        **REFUSED,
-        "function": _OF_CHATS,
-        "custom": _OF_CHATS,
-        "tools": _NESTED,
-        "functions": _NESTED,
-    }
+    refused: ClassVar = {**REFUSED, "function": _OF_CHATS, "custom": _OF_CHATS, "tools": _NESTED, "functions": _NESTED}
     type: str | None = None
 
     @model_validator(mode="before")
@@ -365,53 +377,58 @@ class Tool(Body):
             return form.definition
         return None
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> JsonObject:
         """Convert to the form of chat templates."""
         described = self.function.model_dump(exclude_none=True, exclude={"strict", "format", "type"})
         return {"type": "function", "function": described}
 
 
-def thinking_variables(on: bool) -> dict[str, Any]:
+def thinking_variables(on: bool) -> JsonObject:
     """Return the variables that turn thinking on or off in the chat templates of Qwen and of DeepSeek."""
     return {"enable_thinking": on, "thinking": on}
 
 
 class ReasoningConfig(Body):
-    effort: str | None = Field(default=None, description="Passed to the chat template.")
+    effort: str | None = None
+    """Effort of the thinking phase, which the chat template gets."""
+
+
+TemplateVariables = dict[str, str | int | float | bool | None]
+"""Variables of a chat template."""
 
 
 class TurnFields(Body):
-    tool_choice: str | dict[str, Any] | None = Field(default=None, description="A mode, a function, or allowed_tools.")
+    tool_choice: str | JsonObject | None = None
+    """A mode, a function, or allowed_tools."""
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
 
 class TurnRequest(GenerationRequest, TurnFields):
     """Fields of both chats and responses."""
 
-    max_reasoning_tokens: int | None = Field(
-        default=None, ge=0, description="Number of tokens after which thinking ends."
-    )
-    include_reasoning: bool | None = Field(default=None, description="Whether the answer has the thoughts.")
+    max_reasoning_tokens: int | None = Field(default=None, ge=0)
+    """Number of tokens after which thinking ends."""
+    include_reasoning: bool | None = None
+    """Whether the answer has the thoughts."""
 
 
 class PromptFields(TurnFields):
     """Fields that determine the prompt of a chat, beside the messages."""
 
-    add_generation_prompt: bool | None = Field(
-        default=None,
-        description="Whether the prompt ends with the beginning of an answer. Default: unless continue_final_message.",
-    )
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with the beginning of an answer. Default: unless continue_final_message."""
     continue_final_message: bool = False
     tools: Many[Tool] | None = None
-    functions: Many[FunctionDefinition] | None = Field(default=None, description="The former name of `tools`.")
-    function_call: str | dict[str, Any] | None = Field(default=None, description="The former name of `tool_choice`.")
-    reasoning: Literal["free", "constrained"] | ReasoningConfig | None = Field(
-        default=None,
-        description="Whether a constraint starts after the thinking phase (free) or at the first token (constrained). "
-        "An object has the effort.",
-    )
-    reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
+    functions: Many[FunctionDefinition] | None = None
+    """The former name of `tools`."""
+    function_call: str | JsonObject | None = None
+    """The former name of `tool_choice`."""
+    reasoning: Literal["free", "constrained"] | ReasoningConfig | None = None
+    """Whether a constraint starts after the thinking phase (free) or at the first token (constrained). An object has
+    the effort."""
+    reasoning_effort: str | None = None
+    """Effort of the thinking phase, which the chat template gets."""
 
     @model_validator(mode="after")
     def _take_functions(self) -> Self:
@@ -434,30 +451,23 @@ class PromptFields(TurnFields):
         return self
 
 
-class ChatRequest(ChoicesRequest, TurnRequest, PromptFields):
+class ChatRequest(ChoicesRequest, TurnRequest, PromptFields, json_schema_extra={"examples": [CHAT_EXAMPLE]}):
     """Body of `POST /v1/chat/completions`."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [CHAT_EXAMPLE]})
-
-    messages: Annotated[Many[Message], Field(min_length=1)]
+    messages: NonEmpty[Message]
     max_completion_tokens: TokenLimit = None
-    max_tokens: TokenLimit = Field(
-        default=None, description="Maximum number of output tokens. Default: the rest of the context."
-    )
+    max_tokens: TokenLimit = None
+    """Maximum number of output tokens. Default: the rest of the context."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
 
-class CompletionRequest(ChoicesRequest):
+class CompletionRequest(ChoicesRequest, json_schema_extra={"examples": [COMPLETION_EXAMPLE]}):
     """Body of `POST /v1/completions`."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [COMPLETION_EXAMPLE]})
-
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
-    max_tokens: TokenLimit = Field(
-        default=None,
-        description="Maximum number of output tokens. Default: 16, or the rest of the context with a constraint.",
-    )
+    max_tokens: TokenLimit = None
+    """Maximum number of output tokens. Default: 16, or the rest of the context with a constraint."""
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -469,9 +479,8 @@ class TokenizeRequest(PromptFields):
     model: str | None = None
     prompt: str | None = None
     messages: Many[Message] | None = None
-    add_special_tokens: bool = Field(
-        default=True, description="Whether a prompt gets special tokens. The template adds those of messages."
-    )
+    add_special_tokens: bool = True
+    """Whether a prompt gets special tokens. The template adds those of messages."""
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -486,14 +495,16 @@ class DetokenizeRequest(Body):
     tokens: Many[int]
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(BaseModel, use_attribute_docstrings=True):
     """An error. `docs/http-reference.md` lists the codes."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
-    param: str | None = Field(description="The field at fault, as the request spelled it.")
+    param: str | None
+    """The field at fault, as the request spelled it."""
     code: str
-    pointer: str | None = Field(description="RFC 6901 JSON pointer into the schema.")
+    pointer: str | None
+    """RFC 6901 JSON pointer into the schema."""
 
 
 class ErrorAnswer(BaseModel):
@@ -502,25 +513,25 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
-class MaskTimes(BaseModel):
+class MaskTimes(BaseModel, use_attribute_docstrings=True):
     """Times in seconds. `exposed` is the time by which masks have lengthened the steps of this request's sequences.
     `total` is the time from the end of the compilation to the end of the request."""
 
-    compile: float = Field(description="The time that compiling the grammar took, for this request or an earlier one.")
-    computed: float = Field(description="The time that the workers took for this request's masks.")
+    compile: float
+    """The time that compiling the grammar took, for this request or an earlier one."""
+    computed: float
+    """The time that the workers took for this request's masks."""
     exposed: float
     total: float
 
 
-class GuidedInfo(BaseModel):
+class GuidedInfo(BaseModel, use_attribute_docstrings=True):
     """A report on how the output was constrained, and which fields had no effect. Null if neither applies."""
 
     kind: str | None = None
     backend: str | None = None
-    not_enforced: list[str] = Field(
-        default=[],
-        description="JSON pointers of unknown formats, misspelt keywords, and parts of tools that may have any value.",
-    )
+    not_enforced: list[str] = []
+    """JSON pointers of unknown formats, misspelt keywords, and parts of tools that may have any value."""
     checked: list[str] | None = None
     """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
     closed: list[str] | None = None
@@ -553,12 +564,13 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class TokenizeResponse(BaseModel):
+class TokenizeResponse(BaseModel, use_attribute_docstrings=True):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
-    guided: dict[str, Any] | None = Field(default=None, description="The fields without effect, in `ignored`.")
+    guided: JsonObject | None = None
+    """The fields without effect, in `ignored`."""
 
 
 class DetokenizeResponse(BaseModel):

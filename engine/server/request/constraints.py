@@ -44,7 +44,7 @@ def requested_constraint(request: GenerationRequest, settings: ServerSettings) -
     backend, options = _backend(request, settings)
     given: list[GivenConstraint] = []
     spaces: list[GivenWhitespace] = []
-    closing: list[str] = []
+    closing = []
     if _CLOSED in options:
         closing.append("backend")
     for place in filter(None, (request, request.nvext, request.sampling_params)):

@@ -35,17 +35,23 @@ class CustomCallParser(OutputParser):
 
     def feed(self, text: str, finished: bool) -> list[Piece]:
         """Return the pieces that are new in `text`, the whole output so far."""
-        return [new for piece in super().feed(text, finished) if (new := self._as_custom(piece)) is not None]
+        pieces = []
+        for piece in super().feed(text, finished):
+            if piece.kind == "call":
+                self._is_raw = self._custom.get(piece.text)
+                self._arguments = ""
+                self._input = ""
+            if self._is_raw is not None:
+                piece = self._as_custom(piece)
+            if piece.text or piece.kind != "input":
+                pieces.append(piece)
+        return pieces
 
-    def _as_custom(self, piece: Piece) -> Piece | None:
+    def _as_custom(self, piece: Piece) -> Piece:
+        """Return the piece of a custom call for a piece of a function's call. An input may have no new text."""
         if piece.kind == "call":
-            self._is_raw = self._custom.get(piece.text)
-            self._arguments = ""
-            self._input = ""
-            if self._is_raw is None:
-                return piece
             return replace(piece, kind="custom")
-        if piece.kind != "arguments" or self._is_raw is None:
+        if piece.kind != "arguments":
             return piece
         if self._is_raw:
             return replace(piece, kind="input")
@@ -53,7 +59,4 @@ class CustomCallParser(OutputParser):
         before = len(self._input)
         with suppress(ValueError):  # a lone surrogate
             self._input = from_json(self._arguments, allow_partial="trailing-strings").get("input", "")
-        new = self._input[before:]
-        if new:
-            return replace(piece, kind="input", text=new)
-        return None
+        return replace(piece, kind="input", text=self._input[before:])

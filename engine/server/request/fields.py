@@ -14,12 +14,13 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic import BaseModel, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from guided.constraint import ConstraintKind
 from guided.errors import bounded
+from guided.json_text import JsonObject
 
 REFUSED = {
     "tools": "functions are called in chats: use /v1/chat/completions or /v1/responses",
@@ -58,6 +59,8 @@ WITHOUT_EFFECT = (
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list that is validated up to its first error, so that a long list does not give an error for each element."""
+NonEmpty = Annotated[list[T], Field(fail_fast=True, min_length=1)]
+"""The same with at least one element."""
 
 MAX_IGNORED = 20
 """Maximum number of ignored fields that an answer names."""
@@ -108,23 +111,22 @@ class Kind:
     name: ConstraintKind | None
 
 
-Schema = Annotated[dict[str, Any] | str | bool | None, Kind("json_schema")]
+Schema = Annotated[JsonObject | str | bool | None, Kind("json_schema")]
 AnyObject = Annotated[bool | None, Kind("json_object")]
 Regex = Annotated[str | None, Kind("regex")]
 Choice = Annotated[Many[str] | None, Kind("choice")]
 Grammar = Annotated[str | None, Kind("grammar")]
-Tag = Annotated[dict[str, Any] | str | None, Kind("structural_tag")]
+Tag = Annotated[JsonObject | str | None, Kind("structural_tag")]
 TagPart = Annotated[Any, Kind("structural_tag")]
 
 
-class Body(BaseModel):
+class Body(BaseModel, strict=True, use_attribute_docstrings=True):
     """A body with strict types: "3" is not accepted for 3. Fields are dropped if their value has no effect.
 
     Unknown fields are dropped, and noted in the list `ignored` of the validation context. They are rejected if there is
     no such list, if `tolerant` is False, or if they could be meant as another field (`hint`).
     """
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True)
     tolerant: ClassVar[bool] = True
     prefix: ClassVar[str] = ""
     """Prefix of the names of unknown fields of this object in `ignored`."""
@@ -140,7 +142,7 @@ class Body(BaseModel):
         names = names_of(cls)
         context = info.context or {}
         ignored: list[str] | None = context.get("ignored")
-        kept: dict[str, Any] = {}
+        kept: JsonObject = {}
         for name, value in cls.gathered(data, context.get("names", {})).items():
             if name in names and value is not None:
                 kept[name] = value
@@ -162,7 +164,7 @@ class Body(BaseModel):
         return described
 
     @classmethod
-    def gathered(cls, data: dict[str, Any], names: MutableMapping[str, str]) -> dict[str, Any]:
+    def gathered(cls, data: JsonObject, names: MutableMapping[str, str]) -> JsonObject:
         """Return all fields of a body. `names` receives fields that stood elsewhere -> their names in the request."""
         return data
 
@@ -235,7 +237,7 @@ class Row(NamedTuple):
 @cache
 def rows(body: type[Body]) -> tuple[Row, ...]:
     """Return the rows of the table for the fields of a body."""
-    table: list[Row] = []
+    table = []
     for attribute, field in body.model_fields.items():
         for mark in field.metadata:
             if isinstance(mark, Kind):
@@ -255,9 +257,8 @@ class JsonSchemaFormat(Body):
     """OpenAI's `response_format.json_schema`. The schema is always enforced, `strict` or not."""
 
     tolerant = False
-    schema_: Schema = Field(
-        default=None, alias="schema", description="The schema, in Responses and llama.cpp beside the type."
-    )
+    schema_: Schema = Field(default=None, alias="schema")
+    """The schema, in Responses and llama.cpp beside the type."""
     # These fields have no effect.
     name: str | None = None
     description: str | None = None
@@ -275,9 +276,12 @@ class ResponseFormat(JsonSchemaFormat):
 
     type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: Annotated[JsonSchemaFormat | None, Kind("json_schema")] = None
-    value: Schema = Field(default=None, description="The schema in requests of TGI's clients.")
-    format: TagPart = Field(default=None, description="The format of a structural tag.")
-    structures: TagPart = Field(default=None, description="The structures of a tag in vLLM's older form.")
+    value: Schema = None
+    """The schema in requests of TGI's clients."""
+    format: TagPart = None
+    """The format of a structural tag."""
+    structures: TagPart = None
+    """The structures of a tag in vLLM's older form."""
     triggers: TagPart = None
 
 
@@ -314,18 +318,26 @@ class ConstraintFields(Body):
     """The fields of a constraint in a body, and of its parts `nvext` and `sampling_params`."""
 
     # The names of this server, some of which SGLang shares, ...
-    json_schema: Schema = Field(default=None, description="A schema, or its JSON text.")
-    json_object: AnyObject = Field(default=None, description="The output is a JSON object.")
-    regex: Regex = Field(default=None, description="A regex that the whole output matches.")
-    choice: Choice = Field(default=None, description="The output is one of these texts.")
-    grammar: Grammar = Field(default=None, description="A grammar in Lark, or in GBNF/EBNF with a root rule.")
-    structural_tag: Tag = Field(default=None, description="Free text with constrained parts.")
-    whitespace_pattern: str | None = Field(default=None, description="Regex of whitespace between JSON tokens.")
+    json_schema: Schema = None
+    """A schema, or its JSON text."""
+    json_object: AnyObject = None
+    """The output is a JSON object."""
+    regex: Regex = None
+    """A regex that the whole output matches."""
+    choice: Choice = None
+    """The output is one of these texts."""
+    grammar: Grammar = None
+    """A grammar in Lark, or in GBNF/EBNF with a root rule."""
+    structural_tag: Tag = None
+    """Free text with constrained parts."""
+    whitespace_pattern: str | None = None
+    """Regex of whitespace between JSON tokens."""
     # ... of vLLM and of OpenAI ...
     structured_outputs: Annotated[StructuredOutputs | None, Kind(None)] = None
     response_format: Annotated[ResponseFormat | None, Kind(None)] = None
     # ... and SGLang's and vLLM's older names.
-    ebnf: Grammar = Field(default=None, description="SGLang's name of a grammar.")
+    ebnf: Grammar = None
+    """SGLang's name of a grammar."""
     guided_json: Schema = None
     guided_regex: Regex = None
     guided_choice: Choice = None

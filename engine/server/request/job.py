@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -137,23 +137,12 @@ class OutputForm:
     """The constraint on the whole output."""
     kind: str | None = None
     """The kind of constraint that the answer names. None: the kind of `constraint`."""
-    places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """JSON pointers to parts of the constraint -> the field that describes the part, and the pointer in the field."""
     parser: Callable[[], OutputParser] = OutputParser
     """Makes the parser of a choice's output."""
     shows_special_tokens: bool = False
     """Whether the parser reads special tokens."""
     id_length: int = 29
     """Number of characters of a call's id."""
-
-    def place(self, pointer: str | None) -> tuple[str | None, str | None]:
-        """Return the field that a place in the constraint comes from, and the pointer in this field."""
-        for place, (field_name, inner) in self.places.items():
-            if pointer is not None and f"{pointer}/".startswith(f"{place}/"):
-                return field_name, inner + pointer[len(place) :]
-        if self.constraint is None:
-            return None, pointer
-        return self.constraint.origin[0], pointer
 
 
 @dataclass(frozen=True)
@@ -219,8 +208,10 @@ class Job:
         """Return an error that names the field that the constraint comes from, and the prompt if there are several."""
         if isinstance(error, InvalidConstraint):
             error = copy(error)  # the error of a compilation is kept for other requests
-        if isinstance(error, InvalidConstraint | ConstraintNotMet) and (error.param is None or error.param in KINDS):
-            name, error.pointer = self.form.place(error.pointer)
+        constraint = self.params.constraint
+        about_constraint = isinstance(error, InvalidConstraint | ConstraintNotMet) and error.param in (None, *KINDS)
+        if about_constraint and constraint is not None:
+            name, error.pointer = constraint.place(error.pointer)
             error.param = name or error.param
         if isinstance(error, ConstraintNotMet) and (self.params.seed is not None or self.params.is_greedy):
             error.retryable = False  # the output would be the same
@@ -238,8 +229,8 @@ def guided_info(job: Job, first: RequestOutput, names: FieldNames) -> GuidedInfo
 
     def place(pointer: str) -> str:
         """Translate a pointer into the constraint to one into the field, with the field's name before it for a tool."""
-        name, inner = job.form.place(pointer)
-        if name is None or "[" not in name:
+        name, inner = constraint.place(pointer)
+        if "[" not in name:
             return str(inner)
         return f"{names.of(name)}{inner}"
 

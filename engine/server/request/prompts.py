@@ -87,7 +87,7 @@ def encode_chat(
     except (TemplateError, ValueError, TypeError) as error:
         refusal = f"the chat template refuses these messages: {bounded(error)}"
         raise InvalidRequest(refusal, param="messages") from error
-    ids: list[int] = []
+    ids = []
     for piece in text.split(mark):
         ids += encode(context, piece, add_special_tokens=False, param="messages")
     return ids

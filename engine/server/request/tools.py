@@ -14,11 +14,9 @@ from engine.server.request.custom_calls import CustomCallParser
 from engine.server.request.job import OutputForm
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
+from guided.json_text import JsonObject
 from guided.regex.parser import parse
-from guided.tags.structural_tag import contents
-from guided.tags.structural_tag import parse as parse_tag
 from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
-from guided.tools.output_parser import OutputParser
 
 Thinking = Literal["open", "possible", "no"]
 _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
@@ -97,7 +95,7 @@ def _check_names(tools: Sequence[Tool]) -> None:
             raise InvalidRequest(text, param=f"tools[{index}].{tool.type}.name")
 
 
-def _choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> tuple[str, Collection[str]]:
+def _choice(choice: str | JsonObject | None, known: Sequence[str]) -> tuple[str, Collection[str]]:
     """Return the mode (none, auto, required or named), and the functions that may be called."""
     if choice is None or isinstance(choice, str):
         mode = choice or "auto"
@@ -166,15 +164,16 @@ def output_form(
         raise InvalidRequest(message, param="max_reasoning_tokens")
     if calls is None and reasoning is None:
         return OutputForm(requested.constraint)
-    custom: dict[str, bool] = {}
+    custom = {}
     for tool in body.tools or ():
         if tool.type == "custom":
             custom[tool.function.name] = tool.input_grammar("lark") is not None
-    parser: partial[Any] = partial(OutputParser)
-    if custom:
-        parser = partial(CustomCallParser, custom)
     parser = partial(
-        parser, reasoning=reasoning, thinking=thinking == "open", shows_thoughts=body.include_reasoning is not False
+        CustomCallParser,
+        custom,
+        reasoning=reasoning,
+        thinking=thinking == "open",
+        shows_thoughts=body.include_reasoning is not False,
     )
     if calls is not None:
         anywhere = calls.anywhere(reasoning)
@@ -183,13 +182,13 @@ def output_form(
     special = any(name in texts for name in context.llm.model.vocabulary.special_names)
     if calls is None and requested.constraint is None and body.max_reasoning_tokens is None:
         return OutputForm(parser=parser, shows_special_tokens=special)
-    whole, places = _combined(body, requested, calls, reasoning, thinking)
+    whole = _combined(body, requested, calls, reasoning, thinking)
     if calls is not None:
-        return OutputForm(whole, "tools", places, parser, special, calls.format.id_length)
+        return OutputForm(whole, "tools", parser, special, calls.format.id_length)
     kind = "structural_tag"
     if requested.constraint is not None:
         kind = requested.constraint.kind
-    return OutputForm(whole, kind, places, parser, special)
+    return OutputForm(whole, kind, parser, special)
 
 
 def _combined(
@@ -198,27 +197,24 @@ def _combined(
     calls: Calls | None,
     reasoning: ReasoningFormat | None,
     thinking: Thinking,
-) -> tuple[Constraint, dict[str, tuple[str, str]]]:
-    """Return the constraint on the whole output, and the origins of its parts (`OutputForm.places`)."""
+) -> Constraint:
+    """Return the constraint on the whole output."""
     constraint = requested.constraint
     name = "tools"
     answer = None
     whitespace = None
     if constraint is not None:
-        name = constraint.origin[0]
+        name = constraint.param
         answer = as_format(constraint)
         whitespace = constraint.whitespace
     form = answer_format(calls or answer, reasoning, thinking, body.max_reasoning_tokens)
-    document = {"type": "structural_tag", "format": form}
-    whole = Constraint.structural_tag(
-        document,
+    return Constraint.structural_tag(
+        {"format": form},
         whitespace=whitespace,
         open_objects=requested.open_objects,
         strict_schema=body.strict_schema is True,
         param=name,
     )
-    parts = [content for content in contents(parse_tag(document, name)) if isinstance(content.value, Constraint)]
-    return whole, {part.pointer: part.value.origin for part in parts}
 
 
 def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: ServerContext) -> Thinking:
