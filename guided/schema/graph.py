@@ -17,14 +17,24 @@ import referencing.jsonschema
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import InvalidConstraint, bounded
+from guided.json_text import JsonObject
 from guided.schema.keywords import pointer, unescape
 from guided.schema.validation import draft_of
 
 _SAME = ("if", "then", "else", "not", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
 """Keywords with subschemas for the same value."""
-_PARTS = (
-    *("additionalItems", "additionalProperties", "contains", "contentSchema", "items", "patternProperties"),
-    *("prefixItems", "properties", "propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+PARTS = (
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "contentSchema",
+    "items",
+    "patternProperties",
+    "prefixItems",
+    "properties",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
 )
 """Keywords with subschemas for parts of the value."""
 _KEPT = ("$defs", "definitions")
@@ -64,8 +74,9 @@ class Node:
         named = self.schema.get("patternProperties")
         if isinstance(pattern, str):
             yield self.pointer("pattern"), pattern
-        for name in named if isinstance(named, dict) else ():
-            yield self.pointer("patternProperties", name), name
+        if isinstance(named, dict):
+            for name in named:
+                yield self.pointer("patternProperties", name), name
 
 
 class SchemaGraph:
@@ -78,7 +89,7 @@ class SchemaGraph:
         InvalidConstraint: a reference leads out of the document, or to nothing.
     """
 
-    def __init__(self, document: dict[str, Any], check: Callable[[Node], None] = lambda _: None) -> None:
+    def __init__(self, document: JsonObject, check: Callable[[Node], None] = lambda _: None) -> None:
         self._document = document
         self._check = check
         self._nodes: dict[int, Node] = {}
@@ -125,14 +136,10 @@ class SchemaGraph:
 
     def _add(self, schema: Any, path: tuple[str | int, ...]) -> None:
         """Add a subschema and everything inside it."""
-        parent: Node | None
         todo: list[tuple[Any, tuple[str | int, ...], Node | None, bool]] = [(schema, path, None, False)]
         while todo:
             schema, path, parent, same = todo.pop()
-            if isinstance(schema, dict):
-                node = self._nodes.get(id(schema))
-            else:
-                node = None
+            node = self._nodes.get(id(schema))  # of booleans, there is none
             if node is None:
                 node = Node(schema, parent, path)
                 self._check(node)
@@ -140,8 +147,7 @@ class SchemaGraph:
                     continue
                 self._nodes[id(schema)] = node
                 self._unresolved.append(node)
-                inside = list(children(schema))
-                todo.extend((child, below, node, same) for below, child, same in reversed(inside))
+                todo += reversed([(child, below, node, same) for below, child, same in children(schema)])
             if parent is not None and same:
                 parent.same.append((str(path[0]), node))
             elif parent is not None and path[0] not in _KEPT:
@@ -208,16 +214,18 @@ def closure(start: list[Node]) -> Iterator[Node]:
             todo.extend(reversed([*(child for _, child in node.same), *node.parts]))
 
 
-def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any, bool]]:
+def children(schema: JsonObject) -> Iterator[tuple[tuple[str | int, ...], Any, bool]]:
     """Yield (path below `schema`, subschema, applies to the same value) of each subschema, in order."""
     for keyword, value in schema.items():
         same = keyword in _SAME
-        if not (same or keyword in _PARTS or keyword in _KEPT):
+        if not (same or keyword in PARTS or keyword in _KEPT):
             continue
-        if keyword in NAMED:
-            for name, child in value.items() if isinstance(value, dict) else ():
+        if keyword in NAMED and isinstance(value, dict):
+            for name, child in value.items():
                 if keyword != "dependencies" or isinstance(child, dict | bool):
                     yield (keyword, name), child, same
+        elif keyword in NAMED:
+            continue
         elif isinstance(value, list):
             yield from (((keyword, index), child, same) for index, child in enumerate(value))
         elif isinstance(value, dict):

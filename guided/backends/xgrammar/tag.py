@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint, bounded
+from guided.json_text import JsonObject
 from guided.tags.structural_tag import (
     Content,
     Dispatch,
@@ -24,31 +25,23 @@ from guided.tags.structural_tag import (
 _Items = tuple[Node, ...]
 
 
+@dataclass
 class TagFormat:
-    """The format of one structural tag.
+    """The format of one structural tag."""
 
-    Args:
-        special: names of special tokens, which xgrammar would write as text.
-        grammar_of: returns the EBNF of a content, and the pointers of the keywords that it leaves out.
-    """
+    constraint: Constraint
+    special: Collection[str]
+    """Names of special tokens, which xgrammar would write as text."""
+    grammar_of: Callable[[Constraint], tuple[str, Collection[str]]]
+    """Returns the EBNF of a content, and the pointers of the keywords that it leaves out."""
+    checked: dict[str, None] = field(default_factory=dict)
+    """JSON pointers of the keywords of schemas that the grammars leave out."""
 
-    def __init__(
-        self,
-        constraint: Constraint,
-        special: Collection[str],
-        grammar_of: Callable[[Constraint], tuple[str, Collection[str]]],
-    ) -> None:
-        self._constraint = constraint
-        self._special = special
-        self._grammar_of = grammar_of
-        self.checked: dict[str, None] = {}
-        """JSON pointers of the keywords of schemas that the grammars leave out."""
-
-    def source(self) -> dict[str, Any]:
+    def source(self) -> JsonObject:
         """Return the structural tag. Raises `UnsupportedConstraint` where xgrammar would enforce something else."""
-        return {"type": "structural_tag", "format": self._sequence(self._series((self._constraint.tag,)))}
+        return {"type": "structural_tag", "format": self._sequence(self._series((self.constraint.tag,)))}
 
-    def _series(self, items: _Items) -> list[dict[str, Any]]:
+    def _series(self, items: _Items) -> list[JsonObject]:
         """Return the formats of `items` in order."""
         if not items:
             return []
@@ -62,11 +55,13 @@ class TagFormat:
             case Either(options):
                 return [{"type": "or", "elements": [self._one(option) for option in options]}, *self._series(rest)]
             case Times(item, low, high):
-                bounds = {"min": low, "max": -1 if high is None else high}
-                return [{"type": "repeat", **bounds, "content": self._one(item)}, *self._series(rest)]
+                if high is None:
+                    high = -1
+                repeated = {"type": "repeat", "min": low, "max": high, "content": self._one(item)}
+                return [repeated, *self._series(rest)]
             case Content():
                 with located(first, "structural_tag"):
-                    grammar, checked = self._grammar_of(self._constraint.inner(first))
+                    grammar, checked = self.grammar_of(self.constraint.inner(first))
                 self.checked |= dict.fromkeys(first.pointer + place for place in checked)
                 return [{"type": "grammar", "grammar": grammar}, *self._series(rest)]
             case FreeText(excludes):
@@ -81,39 +76,44 @@ class TagFormat:
                 raise self._refusal("special tokens")
         raise AssertionError(first)
 
-    def _one(self, node: Node) -> dict[str, Any]:
+    def _one(self, node: Node) -> JsonObject:
         if any(isinstance(end, FreeText | Dispatch) for end in ends(node)):
             raise self._refusal("free text at the end of an alternative or a repetition")
         return self._sequence(self._series((node,)))
 
-    def _sequence(self, formats: list[dict[str, Any]]) -> dict[str, Any]:
+    def _sequence(self, formats: list[JsonObject]) -> JsonObject:
         if len(formats) == 1:
             return formats[0]
         return {"type": "sequence", "elements": formats}
 
-    def _until(self, text: dict[str, Any], rest: _Items) -> list[dict[str, Any]]:
+    def _until(self, text: JsonObject, rest: _Items) -> list[JsonObject]:
         """Return free text that ends at the literals after it, as the content of a tag."""
         if not rest:
             return [text]
         first = rest[0]
         if isinstance(first, Series):
             return self._until(text, (*first.items, *rest[1:]))
-        ends = [self._plain(end) for end in (first.options if isinstance(first, Either) else (first,))]
+        options: Sequence[Node] = (first,)
+        if isinstance(first, Either):
+            options = first.options
+        ends = list(map(self._plain, options))
         if not all(ends):
             raise self._refusal("free text without an end")
         return [{"type": "tag", "begin": "", "content": text, "end": ends}, *self._series(rest[1:])]
 
-    def _literal(self, text: str) -> list[dict[str, Any]]:
+    def _literal(self, text: str) -> list[JsonObject]:
         if text:
             return [{"type": "const_string", "value": self._plain(Text(text))}]
         return []
 
     def _plain(self, node: Node) -> str:
+        if isinstance(node, Token):
+            raise self._refusal("special tokens")
         if not isinstance(node, Text):
-            raise self._refusal("special tokens" if isinstance(node, Token) else "free text before other than literals")
-        name = next((name for name in self._special if name in node.text), None)
-        if name is not None:
-            raise self._refusal(f"the special token {bounded(name, 60)!r}")
+            raise self._refusal("free text before other than literals")
+        for name in self.special:
+            if name in node.text:
+                raise self._refusal(f"the special token {bounded(name, 60)!r}")
         return node.text
 
     def _refusal(self, what: str) -> UnsupportedConstraint:
