@@ -112,9 +112,9 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
         node = Content("json_schema", constraint.schema_text, "")
     schemas = {}
     for content in contents(node):
-        within = [place for place in checked if f"{place}/".startswith(f"{content.pointer}/")]
-        if within and content.kind == "json_schema":
-            places = [place.removeprefix(content.pointer) for place in within]
+        within = (place for place in checked if f"{place}/".startswith(f"{content.pointer}/"))
+        places = [place.removeprefix(content.pointer) for place in within]
+        if places and content.kind == "json_schema":
             try:
                 schemas[content.pointer] = Beginnings(constraint.inner(content).value, places, content.pointer)
             except ValueError as error:

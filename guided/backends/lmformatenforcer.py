@@ -139,9 +139,14 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
         if self.begun:
             return "".join(byte for byte in allowed & _REST or _REST if _is_utf8(self.begun + byte, begun=True))
         if self.quoted:
-            return "".join(" " if character == _SPACE else character for character in allowed - _BLANKS)
-        allowed -= _BLANKS.difference(() if not self.last or self.inner.can_end() else self.spaces)
-        return "".join(allowed.difference("}" if self.last == "," else ""))
+            return "".join(allowed - _BLANKS).replace(_SPACE, " ")
+        spaces = self.spaces
+        if not self.last or self.inner.can_end():
+            spaces = frozenset()
+        allowed -= _BLANKS - spaces
+        if self.last == ",":
+            allowed.discard("}")
+        return "".join(allowed)
 
     def can_end(self) -> bool:
         return bool(self.inner.can_end())

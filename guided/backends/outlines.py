@@ -32,9 +32,11 @@ from guided.errors import TokenRejected, UnsupportedConstraint, bounded
 from guided.json_text import JsonObject
 from guided.regex import tree as regex
 from guided.schema import string_pattern
+from guided.schema.keywords import numbers_in
 from guided.vocabulary import Vocabulary
 
 _PLAIN = regex.Chars(string_pattern.PLAIN)
+_LARGE = 10**18
 
 
 class OutlinesBackend(Backend):
@@ -87,12 +89,11 @@ class _OutlinesLowering(FewKeywords):
         return {"anyOf": [{}]}  # alone, `{}` becomes alternatives without parentheses
 
     def finite(self, schema: JsonObject, keyword: str, values: list[Any]) -> JsonObject:
-        large: list[str] = []
-        json.loads(json.dumps(values), parse_int=lambda text: large.append(text) if len(text) > 18 else None)
-        if large:  # the library writes 10**30 as 1e+30, which is another number
-            refusal = self.refusal(schema, keyword, f" with an integer as large as {bounded(large[0], 40)}")
-            refusal.keyword = ""  # not left out: jsonschema-rs compares such numbers as floats
-            raise refusal
+        for value in numbers_in(values):
+            if isinstance(value, int) and abs(value) >= _LARGE:  # the library writes 10**30 as 1e+30: another number
+                refusal = self.refusal(schema, keyword, f" with an integer as large as {bounded(value, 40)}")
+                refusal.keyword = ""  # not left out: jsonschema-rs compares such numbers as floats
+                raise refusal
         return {"enum": values}
 
     def string(self, schema: JsonObject) -> JsonObject:

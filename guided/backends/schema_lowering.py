@@ -43,7 +43,7 @@ _COMPLEX = (
     "unevaluatedProperties",
 )
 """Keywords that the canonical form has only where `jsonschema-rs` could not replace them."""
-TIERS: tuple[tuple[str, ...], ...] = (
+TIERS = (
     (),
     ("minProperties", "maxProperties", "not"),
     ("patternProperties", "propertyNames"),

@@ -14,6 +14,7 @@ from guided.regex.tree import (
     Chars,
     Choice,
     Concatenation,
+    Interval,
     Node,
     Ranges,
     Repeat,
@@ -27,6 +28,8 @@ from guided.regex.tree import (
     sequence,
 )
 
+_Edges = dict[Any, dict[Any, Node]]
+"""State -> state after it -> the texts between the two."""
 _LARGE_CLASS = 30_000
 """Number of code points above which a class is too large to enumerate its members."""
 
@@ -64,9 +67,9 @@ def texts(machine: Any) -> Node:
         ranges[key] = _characters(symbols)
         if anything_else in symbols:
             ranges[key] += others
-    edges: dict[Any, dict[Any, Node]] = {"end": {}}
+    edges: _Edges = {"end": {}}
     for state in machine.states:
-        pairs: dict[Any, list[tuple[int, int]]] = {}
+        pairs: dict[Any, list[Interval]] = {}
         for key, target in machine.map.get(state, {}).items():
             pairs.setdefault(target, []).extend(ranges[key])
         edges[state] = {target: Chars(ranges_of(codes)) for target, codes in pairs.items() if codes}
@@ -80,7 +83,7 @@ def _characters(symbols: Iterable[Any]) -> Ranges:
     return points(ord(symbol) for symbol in symbols if symbol is not anything_else)
 
 
-def _without_states(edges: dict[Any, dict[Any, Node]], start: Any) -> Node:
+def _without_states(edges: _Edges, start: Any) -> Node:
     """Return the regex of the texts from `start` to "end". Eliminate the states in between, the furthest first."""
     edges["start"] = {start: EMPTY}
     order = ["start"]

@@ -32,6 +32,7 @@ from guided.regex.tree import (
     EMPTY,
     UNIVERSE,
     Chars,
+    Interval,
     Node,
     Ranges,
     choice,
@@ -287,7 +288,7 @@ class _Translator:
         parts = argument
         if operation != "IN":
             parts = [("LITERAL", argument)]
-        pairs: list[tuple[int, int]] = []
+        pairs: list[Interval] = []
         negated = operation == "NOT_LITERAL"
         for kind, value in parts:
             match str(kind):
@@ -362,11 +363,7 @@ def _every_character() -> str:
 @cache
 def _assigned() -> Ranges:
     """Return the characters of Python's version of Unicode. Readers of the output may not know newer characters."""
-    kinds = "".join(map(unicodedata.category, _every_character()))  # two letters each
-    runs = (match.span() for match in re.finditer("(?:Cn)+", kinds))
-    return complement(
-        ranges_of((ord(_every_character()[a // 2]), ord(_every_character()[b // 2 - 1])) for a, b in runs)
-    )
+    return points(ord(character) for character in _every_character() if unicodedata.category(character) != "Cn")
 
 
 @cache

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-Ranges = tuple[tuple[int, int], ...]
-"""Code points as inclusive ranges: ascending, disjoint, not adjacent."""
+Interval = tuple[int, int]
+"""The first and the last code point of a range."""
+Ranges = tuple[Interval, ...]
+"""Code points as ranges: ascending, disjoint, not adjacent."""
 
 UNIVERSE: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 """All code points that UTF-8 can encode."""
@@ -62,9 +64,9 @@ def points(codes: Iterable[int]) -> Ranges:
     return ranges_of((code, code) for code in codes)
 
 
-def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
+def ranges_of(pairs: Iterable[Interval]) -> Ranges:
     """Sort and merge ranges. Drop surrogates."""
-    merged: list[tuple[int, int]] = []
+    merged: list[Interval] = []
     for low, high in sorted(pairs):
         if merged and low <= merged[-1][1] + 1:
             merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
@@ -81,7 +83,7 @@ def intersection(left: Ranges, right: Ranges) -> Ranges:
 
 def complement(ranges: Ranges) -> Ranges:
     """Return all code points that are not in `ranges`."""
-    gaps: list[tuple[int, int]] = []
+    gaps: list[Interval] = []
     start = 0
     for low, high in ranges:
         if low > start:

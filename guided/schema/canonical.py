@@ -214,8 +214,8 @@ class CanonicalForm:
             case "properties":
                 return {keyword: {name: self._read(part, origin.property(name)) for name, part in value.items()}}
             case "patternProperties" | "dependentSchemas":
-                origins = {name: origin.part(keyword, name=name) for name in value}
-                return {keyword: {name: self._read(part, origins[name]) for name, part in value.items()}}
+                named = {name: self._read(part, origin.part(keyword, name=name)) for name, part in value.items()}
+                return {keyword: named}
             case "contains" | "propertyNames" | "additionalProperties" | "unevaluatedProperties":
                 return {keyword: self._read(value, origin.part(keyword))}
             case "items" | "prefixItems" if isinstance(value, list):

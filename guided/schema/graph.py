@@ -40,6 +40,8 @@ PARTS = (
 _KEPT = ("$defs", "definitions")
 NAMED = (*_KEPT, "dependentSchemas", "dependencies", "patternProperties", "properties")
 """Keywords with subschemas by name."""
+Keys = tuple[str | int, ...]
+"""Keys and indices that lead from a subschema to one in it."""
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError)
 
@@ -52,7 +54,7 @@ class Node:
     """An object. While it is checked, any value in the place of a schema."""
     parent: Node | None
     """None: it is the document, or where a reference leads that is no known position of a schema."""
-    path: tuple[str | int, ...]
+    path: Keys
     """Keys and indices below `parent`."""
     same: list[tuple[str, Node]] = field(default_factory=list)
     """(keyword, subschema) applied to the same value: `allOf`, `$ref`, `then`, ..."""
@@ -61,12 +63,12 @@ class Node:
 
     def pointer(self, *path: str | int) -> str:
         """Return the JSON pointer of this subschema, or of a place in it. Not stored, because keys may be long."""
-        parts = [pointer(path)]
-        node = self
-        while node.parent is not None:
-            parts.append(pointer(node.path))
+        whole = pointer(path)
+        node: Node | None = self
+        while node is not None:
+            whole = pointer(node.path) + whole
             node = node.parent
-        return "".join(reversed([*parts, pointer(node.path)]))
+        return whole
 
     def patterns(self) -> Iterator[tuple[str, str]]:
         """Yield the patterns of this subschema, each after its JSON pointer."""
@@ -134,9 +136,9 @@ class SchemaGraph:
             )
             raise InvalidConstraint(message, pointer=error.args[1][0].pointer()) from None
 
-    def _add(self, schema: Any, path: tuple[str | int, ...]) -> None:
+    def _add(self, schema: Any, path: Keys) -> None:
         """Add a subschema and everything inside it."""
-        todo: list[tuple[Any, tuple[str | int, ...], Node | None, bool]] = [(schema, path, None, False)]
+        todo: list[tuple[Any, Keys, Node | None, bool]] = [(schema, path, None, False)]
         while todo:
             schema, path, parent, same = todo.pop()
             node = self._nodes.get(id(schema))  # of booleans, there is none
@@ -165,7 +167,7 @@ class SchemaGraph:
             message = f"the identifiers and anchors in the schema cannot be read: {bounded(error)}"
             raise InvalidConstraint(message, pointer="") from None
         for node in self._unresolved:  # `_link` adds to it
-            above = self._resolvers.get(id(node if node.parent is None else node.parent), start)
+            above = self._resolvers.get(id(node.parent or node), start)
             resolver = above.in_subresource(specification.create_resource(node.schema))
             self._resolvers[id(node)] = resolver
             for keyword in REFERENCES:
@@ -214,7 +216,7 @@ def closure(start: list[Node]) -> Iterator[Node]:
             todo.extend(reversed([*(child for _, child in node.same), *node.parts]))
 
 
-def children(schema: JsonObject) -> Iterator[tuple[tuple[str | int, ...], Any, bool]]:
+def children(schema: JsonObject) -> Iterator[tuple[Keys, Any, bool]]:
     """Yield (path below `schema`, subschema, applies to the same value) of each subschema, in order."""
     for keyword, value in schema.items():
         same = keyword in _SAME

@@ -66,9 +66,10 @@ class Origin:
 
     def declared(self) -> set[str]:
         """Return the names of the properties that no alternative and no condition names."""
-        return {
-            name for node in self.always for name in (*_object(node.schema, "properties"), *_listed_names(node.schema))
-        }
+        names: set[str] = set()
+        for node in self.always:
+            names.update(_object(node.schema, "properties"), _listed_names(node.schema))
+        return names
 
     def closed_names(self) -> list[str] | None:
         """Return the names of all properties of an object that names some and does not say whether it has others.
@@ -147,6 +148,9 @@ def _closure(starts: list[Node], *, always: bool) -> list[Node]:
     Args:
         always: leave out alternatives and conditions.
     """
+    earlier = set(_ALWAYS)
+    if not always:
+        earlier.update(_UNIONS)
     found: dict[int, Node] = {}
     entered: set[int] = set()
     todo = [(node, False) for node in reversed(starts)]
@@ -159,17 +163,16 @@ def _closure(starts: list[Node], *, always: bool) -> list[Node]:
             places = {keyword: place for place, keyword in enumerate(node.schema)}
             named = places.get("properties", 0)
             children = sorted(node.same, key=lambda pair: places[pair[0]])
-            before, after, others = [], [], []
-            for keyword, child in children:
-                if keyword not in _ALWAYS and always:
-                    continue
-                if keyword in (*_ALWAYS, *_UNIONS) and places[keyword] < named:
-                    before.append((child, False))
+            before = [node]
+            after: list[Node] = []
+            for keyword, child in reversed(children):  # the last one is taken first
+                if keyword in earlier and places[keyword] < named:
+                    before.append(child)
                 elif keyword in _ALWAYS:
-                    after.append((child, False))
-                else:
-                    others.append((child, False))
-            todo += reversed([*before, (node, True), *after, *others])
+                    after.append(child)
+                elif not always:
+                    todo.append((child, False))
+            todo += [(child, child is node) for child in (*after, *before)]
     return list(found.values())
 
 

@@ -52,12 +52,13 @@ def tidy(document: JsonObject) -> list[JsonObject]:
         identifiers |= dict.fromkeys(("$id", "id"), _WITH_ANCHOR)
     for schema in schemas:
         for keyword, value in list(schema.items()):
-            is_null = value is None and keyword not in _VALUES
-            is_odd = keyword in identifiers and bool(identifiers[keyword].violation(value))
-            is_odd = is_odd and (not value or references.isdisjoint((str(value), f"#{value}")))
             kind = _ANNOTATIONS.get(keyword, object)
-            has_nul = kind is str and "\0" in str(value)
-            if is_null or is_odd or has_nul or not isinstance(value, kind):
+            is_wrong = not isinstance(value, kind) or (kind is str and "\0" in str(value))
+            if value is None and keyword not in _VALUES:
+                is_wrong = True
+            if keyword in identifiers and identifiers[keyword].violation(value):
+                is_wrong = not value or references.isdisjoint((str(value), f"#{value}"))
+            if is_wrong:
                 del schema[keyword]
     return schemas
 

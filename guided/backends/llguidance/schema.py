@@ -120,7 +120,7 @@ class LLGuidanceLowering(SchemaLowering):
         if has_multiple and self._merges:
             raise self.refusal(schema, "multipleOf", " next to 'allOf'")
         if has_multiple and numbers.are_few:  # the library's own check that there is one is not exact
-            return {"enum": [numbers.value(units) for units in numbers.units]}
+            return {"enum": list(map(numbers.value, numbers.units))}
         options: list[JsonObject] = []
         for decimals in range(numbers.decimals + 1):
             part = numbers.with_decimals(decimals)
@@ -163,10 +163,10 @@ class LLGuidanceLowering(SchemaLowering):
             self.names_properties = True
         return self._counted(schema, lowered, closed=rest is False and not patterns)
 
-    def _named(self, schema: JsonObject) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
+    def _named(self, schema: JsonObject) -> tuple[JsonObject, JsonObject, Schema]:
         """Return the schemas of properties by name, by pattern, and of others, as `propertyNames` restricts them."""
-        properties: dict[str, Schema] = schema.get("properties", {})
-        patterns: dict[str, Schema] = schema.get("patternProperties", {})
+        properties: JsonObject = schema.get("properties", {})
+        patterns: JsonObject = schema.get("patternProperties", {})
         rest: Schema = schema.get("additionalProperties", True)
         names = schema.get("propertyNames", True)
         if names is True:
@@ -180,27 +180,27 @@ class LLGuidanceLowering(SchemaLowering):
             pattern = pattern_of(names)
         except UnsupportedConstraint:
             raise self.refusal(schema, "propertyNames") from None
-        properties = {
-            name: value if string_pattern.matches(pattern, name) else False for name, value in properties.items()
-        }
-        return properties, {} if rest is False else {pattern: rest}, False
+        forbidden = [name for name in properties if not string_pattern.matches(pattern, name)]
+        properties = properties | dict.fromkeys(forbidden, False)
+        if rest is False:
+            return properties, {}, False
+        return properties, {pattern: rest}, False
 
-    def _apart(
-        self, schema: JsonObject, properties: dict[str, Schema], patterns: dict[str, Schema]
-    ) -> dict[str, Schema]:
+    def _apart(self, schema: JsonObject, properties: JsonObject, patterns: JsonObject) -> JsonObject:
         """Exclude named properties from the patterns that they match: the canonical form has merged the two."""
         disjoint = {}
         for pattern, value in patterns.items():
+            keyword = "propertyNames"
+            if pattern in schema.get("patternProperties", {}):
+                keyword = "patternProperties"
             names = [name for name in properties if string_pattern.matches(pattern, name)]
-            apart = '{"$ref": ' in json.dumps(value) or pattern not in schema.get("patternProperties", {})
-            try:
-                disjoint[without(pattern, names) if names and apart else pattern] = value
-            except UnsupportedConstraint:
-                if pattern in schema.get("patternProperties", {}):
-                    keyword = "patternProperties"
-                else:
-                    keyword = "propertyNames"
-                raise self.refusal(schema, keyword, " that match named properties too") from None
+            others = pattern
+            if names and (keyword == "propertyNames" or '{"$ref": ' in json.dumps(value)):
+                try:
+                    others = without(pattern, names)
+                except UnsupportedConstraint:
+                    raise self.refusal(schema, keyword, " that match named properties too") from None
+            disjoint[others] = value
         return disjoint
 
     def _counted(self, schema: JsonObject, lowered: JsonObject, *, closed: bool) -> JsonObject:

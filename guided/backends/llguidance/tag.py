@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby, takewhile
+from itertools import groupby
+from os.path import commonprefix
 
 from guided.backends.grammar import slashed
 from guided.constraint import Constraint
@@ -105,14 +106,14 @@ class TagGrammar:
                 pieces = self._pieces(text)
                 if pieces != [first]:
                     return self._series((*pieces, *rest))
-                return f"{_literal(text)} {self._series(rest)}"
+                part = _literal(text)
             case Token():
-                return f"{self._token(first)} {self._series(rest)}"
+                part = self._token(first)
             case Either(options) if not any(map(self._is_open, options)):
                 if first not in self._rules:
                     body = self._alternatives(options)
                     self._rules[first] = (f"r{len(self._rules)}", body)
-                return f"{self._rules[first][0]} {self._series(rest)}"
+                part = self._rules[first][0]
             case Either(options):
                 return self._alternatives(options, rest)
             case Times(item, low, high):
@@ -127,7 +128,7 @@ class TagGrammar:
                 return self._text(excludes, heads, rest, loop=loop)
             case Content():
                 return self._content(first, rest)
-        raise AssertionError(first)
+        return f"{part} {self._series(rest)}"
 
     def _alternatives(self, options: Sequence[Node], rest: _Items = ()) -> str:
         """Return the expression for one of `options`, and then `rest`."""
@@ -156,8 +157,7 @@ class TagGrammar:
                 options.append(f"{self._token(head)} {self._alternatives([Series(rest) for _, rest in same])}")
             else:
                 texts = [(text.text, rest) for text, rest in same if isinstance(text, Text)]
-                pairs = zip(texts[0][0], texts[-1][0], strict=False)  # they are sorted
-                common = "".join(left for left, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                common = commonprefix([text for text, _ in texts])  # noqa: RUF071 -- of texts, which are no paths
                 below = [Series((Text(text[len(common) :]), *rest)) for text, rest in texts]
                 options.append(f"{_literal(common)} {self._alternatives(below)}")
         return _any(options)

@@ -20,7 +20,7 @@ from guided.regex import tree as regex
 from guided.regex.parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
-from guided.schema.keywords import Schema, numbers_in
+from guided.schema.keywords import numbers_in
 from guided.schema.numbers import pattern_of
 
 _INT64 = 2**63 - 1024
@@ -100,12 +100,10 @@ class XGrammarLowering(SchemaLowering):
     def object(self, schema: JsonObject) -> JsonObject:
         required = schema.get("required", [])
         rest = schema.get("additionalProperties", True)
-        for keyword in ("patternProperties", "propertyNames", "maxProperties"):
+        for keyword in ("patternProperties", "propertyNames", "maxProperties", "minProperties"):
             if keyword in schema:
                 raise self.refusal(schema, keyword)
-        if schema.get("minProperties", 0) > len(required):
-            raise self.refusal(schema, "minProperties")
-        properties: dict[str, Schema] = dict(schema.get("properties", {}))
+        properties: JsonObject = dict(schema.get("properties", {}))
         properties |= {name: rest for name in required if name not in properties}
         allowed = {name: self.lower(value) for name, value in properties.items() if value is not False}
         is_escaped = any(json.dumps(name, ensure_ascii=False)[1:-1] != name for name in properties)

@@ -43,38 +43,37 @@ class TagFormat:
 
     def _series(self, items: _Items) -> list[JsonObject]:
         """Return the formats of `items` in order."""
-        if not items:
-            return []
-        first = items[0]
-        rest = items[1:]
-        match first:
-            case Series(inner):
-                return self._series((*inner, *rest))
-            case Text(text):
-                return [*self._literal(text), *self._series(rest)]
-            case Either(options):
-                return [{"type": "or", "elements": [self._one(option) for option in options]}, *self._series(rest)]
-            case Times(item, low, high):
-                if high is None:
-                    high = -1
-                repeated = {"type": "repeat", "min": low, "max": high, "content": self._one(item)}
-                return [repeated, *self._series(rest)]
-            case Content():
-                with located(first, "structural_tag"):
-                    grammar, checked = self.grammar_of(self.constraint.inner(first))
-                self.checked |= dict.fromkeys(first.pointer + place for place in checked)
-                return [{"type": "grammar", "grammar": grammar}, *self._series(rest)]
-            case FreeText(excludes):
-                return self._until({"type": "any_text", "excludes": [*excludes]}, rest)
-            case Dispatch(rules, loop, excludes):
-                written = [[self._plain(trigger), self._one(node)] for trigger, node in rules]
-                dispatch = {"type": "dispatch", "rules": written, "loop": loop, "excludes": [*excludes]}
-                if rest and not loop:
-                    raise self._refusal("a dispatch without loop that something follows")
-                return self._until(dispatch, rest)
-            case Token():
-                raise self._refusal("special tokens")
-        raise AssertionError(first)
+        formats: list[JsonObject] = []
+        for place, item in enumerate(items):
+            rest = items[place + 1 :]
+            match item:
+                case Series(inner):
+                    return [*formats, *self._series((*inner, *rest))]
+                case Text(text):
+                    if text:
+                        formats.append({"type": "const_string", "value": self._plain(item)})
+                case Either(options):
+                    formats.append({"type": "or", "elements": [self._one(option) for option in options]})
+                case Times(repeated, low, high):
+                    if high is None:
+                        high = -1
+                    formats.append({"type": "repeat", "min": low, "max": high, "content": self._one(repeated)})
+                case Content():
+                    with located(item, "structural_tag"):
+                        grammar, checked = self.grammar_of(self.constraint.inner(item))
+                    self.checked |= dict.fromkeys(item.pointer + pointer for pointer in checked)
+                    formats.append({"type": "grammar", "grammar": grammar})
+                case FreeText(excludes):
+                    return [*formats, *self._until({"type": "any_text", "excludes": [*excludes]}, rest)]
+                case Dispatch(rules, loop, excludes):
+                    written = [[self._plain(trigger), self._one(node)] for trigger, node in rules]
+                    dispatch = {"type": "dispatch", "rules": written, "loop": loop, "excludes": [*excludes]}
+                    if rest and not loop:
+                        raise self._refusal("a dispatch without loop that something follows")
+                    return [*formats, *self._until(dispatch, rest)]
+                case Token():
+                    raise self._refusal("special tokens")
+        return formats
 
     def _one(self, node: Node) -> JsonObject:
         if any(isinstance(end, FreeText | Dispatch) for end in ends(node)):
@@ -100,11 +99,6 @@ class TagFormat:
         if not all(ends):
             raise self._refusal("free text without an end")
         return [{"type": "tag", "begin": "", "content": text, "end": ends}, *self._series(rest[1:])]
-
-    def _literal(self, text: str) -> list[JsonObject]:
-        if text:
-            return [{"type": "const_string", "value": self._plain(Text(text))}]
-        return []
 
     def _plain(self, node: Node) -> str:
         if isinstance(node, Token):
