@@ -10,6 +10,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+Bitmask = NDArray[np.int32]
+"""One row, int32 `[words]`."""
+
 
 def words(padded_vocab_size: int) -> int:
     """Return the number of int32 words in a row."""

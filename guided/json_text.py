@@ -16,7 +16,7 @@ import numpy as np
 from guided.errors import bounded
 
 JsonObject = dict[str, Any]
-"""An object of parsed JSON."""
+"""A JSON object, such as a schema."""
 MAX_NUMBER_LENGTH = 100
 """Maximum number of characters of a number. Common numbers (64 bits, double precision) have at most 25."""
 

@@ -18,13 +18,12 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from guided.bitmask import pack
+from guided.bitmask import Bitmask, pack
 from guided.errors import InvalidRequest, bounded
 
+TokenIds = Sequence[int]
 _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 _Packed = tuple[tuple[bytes, ...], tuple[int, ...], list[int], int, str, str]
 """The msgpack form of a vocabulary: all fields in order."""
@@ -76,11 +75,15 @@ class Vocabulary:
         return tuple(token for token, text in tokens if text and token not in never and not _SURROGATE.search(text))
 
     @cached_property
-    def text_mask(self) -> NDArray[np.int32]:
+    def text_mask(self) -> Bitmask:
         """`text_token_ids` as a bitmask, int32 `[words]`. Callers must not change it."""
-        return pack(self.text_token_ids, self.padded_vocab_size)
+        return self.mask(self.text_token_ids)
 
-    def allows_stop(self, row: NDArray[np.int32]) -> bool:
+    def mask(self, token_ids: Iterable[int]) -> Bitmask:
+        """Return the bitmask of tokens, int32 `[words]`."""
+        return pack(token_ids, self.padded_vocab_size)
+
+    def allows_stop(self, row: Bitmask) -> bool:
         """Return whether a library's mask allows the first stop token. `row`: int32 `[words]`."""
         word, bit = divmod(self.stop_token_ids[0], 32)
         return bool(int(row[word]) >> bit & 1)
@@ -174,7 +177,7 @@ class Vocabulary:
                 raise InvalidRequest(f"no token of the vocabulary spells {data[start : start + 4]!r}")
         return tokens
 
-    def beginning_with(self, texts: Iterable[bytes]) -> NDArray[np.int32]:
+    def beginning_with(self, texts: Iterable[bytes]) -> Bitmask:
         """Return a mask of the text tokens that begin with one of `texts`: int32 `[words]`."""
         ids = self._sorted
         contents = self.token_bytes.__getitem__
@@ -182,12 +185,12 @@ class Vocabulary:
         for text in texts:
             start = bisect_left(ids, text, key=contents)
             tokens += ids[start : bisect_left(ids, text + b"\xff", key=contents)]
-        return pack(tokens, self.padded_vocab_size)
+        return self.mask(tokens)
 
-    def spelled_like(self, texts: Iterable[bytes]) -> NDArray[np.int32]:
+    def spelled_like(self, texts: Iterable[bytes]) -> Bitmask:
         """Return a mask of the text tokens that are spelled like one of `texts`: int32 `[words]`."""
         by_bytes = self._by_bytes
-        return pack([by_bytes[text] for text in texts if text in by_bytes], self.padded_vocab_size)
+        return self.mask([by_bytes[text] for text in texts if text in by_bytes])
 
     @cached_property
     def _sorted(self) -> list[int]:

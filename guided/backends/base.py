@@ -13,19 +13,17 @@ from copy import copy
 from types import TracebackType
 from typing import Protocol, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from guided.backends.rules import LineBreaks
+from guided.bitmask import Bitmask
 from guided.constraint import Constraint
 from guided.errors import BackendError, ConstraintNotMet, GuidedError, TokenRejected, bounded
-from guided.vocabulary import Vocabulary
+from guided.vocabulary import TokenIds, Vocabulary
 
 
 class Matcher(Protocol):
     """One sequence's state within a grammar."""
 
-    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+    def accept_tokens(self, token_ids: TokenIds) -> None:
         """Advance by all of `token_ids`. A stop token is accepted where the constraint is satisfied, and terminates.
 
         Raises:
@@ -33,7 +31,7 @@ class Matcher(Protocol):
             BackendError: the library failed.
         """
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
+    def fill_bitmask(self, row: Bitmask) -> bool:
         """Write which tokens are allowed next. `row`: int32 `[ceil(padded_vocab_size / 32)]`, bit 1 = allowed.
 
         Every word is written. Bits of stop, special and padding tokens may have any value: the worker sets those of
@@ -58,7 +56,7 @@ class Matcher(Protocol):
     def is_terminated(self) -> bool:
         """Whether a stop token was accepted."""
 
-    def accepts(self, token_ids: Sequence[int]) -> int:
+    def accepts(self, token_ids: TokenIds) -> int:
         """Return how many of `token_ids`, from the first on, are allowed here. The state does not change."""
         trial = self.fork()
         for count, token in enumerate(token_ids):
@@ -107,23 +105,21 @@ class TextMatcher(Matcher):
         forked.copy_state()
         return forked
 
-    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+    def accept_tokens(self, token_ids: TokenIds) -> None:
         if self._terminated and token_ids:
             raise TokenRejected("the sequence is over: a stop token was accepted")
         text = list(token_ids)
-        if text and text[-1] in self._stop_token_ids:
-            stop = text.pop()
-        else:
-            stop = None
+        is_end = bool(text) and text[-1] in self._stop_token_ids
+        if is_end:
+            text.pop()
         if not self._stop_token_ids.isdisjoint(text):
             raise TokenRejected("a stop token before the end of the sequence")
         if text:
             self.accept_text(text)
             self._tokens += text
-        if stop is not None:
-            if not self.is_accepting():
-                raise TokenRejected(f"stop token {stop} is not allowed here: the constraint is not satisfied")
-            self._terminated = True
+        if is_end and not self.is_accepting():
+            raise TokenRejected("a stop token is not allowed here: the constraint is not satisfied")
+        self._terminated = self._terminated or is_end
 
     def rollback(self, count: int) -> None:
         if count and self._terminated:
@@ -140,7 +136,7 @@ class TextMatcher(Matcher):
 class OutputRule(Protocol):
     """A condition on the next token that depends on the output so far, and that no library has in its grammars."""
 
-    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+    def restrict(self, output: TokenIds, row: Bitmask, accepting: bool) -> None:
         """Forbid tokens after `output`. `row`: int32 `[words]`, changed in place. `accepting`: the output may end."""
 
 

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 from msgspec.msgpack import Decoder, encode
-from numpy.typing import NDArray
 
-from guided.backends.base import Backend, CompiledGrammar, Matcher, TextMatcher
+from guided.backends.base import Backend, CompiledGrammar, Matcher, OutputRule, TextMatcher
 from guided.backends.literals import literals
 from guided.backends.rules import LineBreaks, NumberLimit, token_limit
-from guided.constraint import Constraint
+from guided.bitmask import Bitmask
+from guided.constraint import Constraint, ConstraintKind
 from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.tags.structural_tag import Content, contents
 from guided.vocabulary import Vocabulary
@@ -50,8 +49,7 @@ class CheckedBackend(Backend):
         """See `Backend.compile`. Leaves out more and more keywords of a schema that the library refuses."""
         from guided.backends.schema_lowering import TIERS
 
-        tag = constraint.kind == "structural_tag"
-        if tag and any(content.kind == "grammar" for content in contents(constraint.outline)):
+        if "grammar" in _kinds(constraint) and constraint.kind == "structural_tag":
             constraint = replace(constraint, strict=True)  # where such a content ends is not known here
         refusal: UnsupportedConstraint | None = None
         for tier in TIERS:
@@ -80,20 +78,27 @@ class CheckedBackend(Backend):
         if checked:
             reader = _reader(constraint, checked, self._vocabulary)
             grammar = CheckedGrammar(grammar, reader, checked, constraint.leave_out)
+        kinds = _kinds(constraint)
         limit = None
-        kinds = {constraint.kind}
         if constraint.kind == "structural_tag":
-            kinds = {content.kind for content in contents(constraint.outline)}
             limit = token_limit(constraint.outline, self._vocabulary)
-        if kinds.isdisjoint(("json_schema", "json_object")):
-            numbers = None
-        else:
-            numbers = self._numbers
         grammar.literals = literals(constraint)
-        grammar.rules = [rule for rule in (numbers, limit) if rule is not None]
-        if numbers and constraint.whitespace is None:
-            grammar.line_breaks = self._line_breaks
+        rules: list[OutputRule] = []
+        if not kinds.isdisjoint(("json_schema", "json_object")):
+            rules.append(self._numbers)
+            if constraint.whitespace is None:
+                grammar.line_breaks = self._line_breaks
+        if limit is not None:
+            rules.append(limit)
+        grammar.rules = rules
         return grammar
+
+
+def _kinds(constraint: Constraint) -> set[ConstraintKind]:
+    """Return the kinds of the contents of a structural tag, or the kind of another constraint."""
+    if constraint.kind != "structural_tag":
+        return {constraint.kind}
+    return {content.kind for content in contents(constraint.outline)}
 
 
 def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabulary) -> ContentReader:
@@ -101,16 +106,15 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
     from guided.backends.content_reader import ContentReader
     from guided.schema.beginnings import Beginnings  # imported for the first grammar that is checked
 
-    tag = constraint.kind == "structural_tag"
-    if tag:
+    if constraint.kind == "structural_tag":
         node = constraint.tag
     else:
-        node = Content("json_schema", constraint.source or '{"type": "object"}', "")
+        node = Content("json_schema", constraint.schema_text, "")
     schemas = {}
     for content in contents(node):
-        within = [place for place in checked if f"{place}/".startswith(f"{content.pointer}/")]
-        if within and content.kind == "json_schema":
-            places = [place.removeprefix(content.pointer) for place in within]
+        within = (place for place in checked if f"{place}/".startswith(f"{content.pointer}/"))
+        places = [place.removeprefix(content.pointer) for place in within]
+        if places and content.kind == "json_schema":
             try:
                 schemas[content.pointer] = Beginnings(constraint.inner(content).value, places, content.pointer)
             except ValueError as error:
@@ -153,7 +157,7 @@ class CheckedMatcher(TextMatcher):
     def accept_text(self, token_ids: list[int]) -> None:
         self._inner.accept_tokens(token_ids)
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
+    def fill_bitmask(self, row: Bitmask) -> bool:
         accepting = self._inner.fill_bitmask(row)
         if not (accepting or (self._grammar.reader.reads_tag and self._ends_with_bracket())):
             return False

@@ -18,7 +18,7 @@ from guided.tags.structural_tag import Content, Dispatch, Either, FreeText, Node
 from guided.vocabulary import Vocabulary
 
 _JSON = json.JSONDecoder(parse_float=finite)
-_BLANKS = re.compile(r"[ \n\r\t]*")
+_BLANKS = " \n\r\t"
 _FIRST = '{["-0123456789tfn'
 """The characters with which a JSON value begins."""
 _MORE_OF_A_NUMBER = re.compile(r"[-+.eE0-9]*")
@@ -62,7 +62,7 @@ class ContentReader:
         """Read an output, the text of `length` tokens, that begins with the one that was read `before`."""
         text = output.decode("utf-8", "ignore")
         todo = list(before.states)
-        waiting = list[_State]()
+        waiting: list[_State] = []
         seen: dict[tuple[int, ...], _State] = {}
         complete = False
         violation = before.violation
@@ -72,21 +72,19 @@ class ContentReader:
             if seen.setdefault((position, *map(id, items)), state) is not state:
                 continue
             if not items:
-                complete = complete or not text[position:].strip(" \n\r\t")
+                complete = complete or not text[position:].strip(_BLANKS)
             elif isinstance(items[0], Content) and items[0].kind not in ("choice", "regex"):
                 end, grows, violated = self._value(items[0], text, position)
                 violation = violated or violation
                 if end is not None and violated is None:
-                    todo += [(end, items[1:])]
+                    todo.append((end, items[1:]))
                 if grows:
-                    waiting += [state]
+                    waiting.append(state)
             else:
                 following, wait = self._follow(items[0], items[1:], text, position)
                 todo += following
-                if wait is None:
-                    waiting += []
-                else:
-                    waiting += [(wait, items)]
+                if wait is not None:
+                    waiting.append((wait, items))
         return Reading(length, tuple(waiting), complete, violation)
 
     def open_content(self, reading: Reading, output: bytes) -> tuple[Beginnings, int] | None:
@@ -94,13 +92,10 @@ class ContentReader:
         if len(reading.states) != 1:
             return None
         position, (first, *_) = reading.states[0]
-        if isinstance(first, Content):
-            schema = self._schemas.get(first.pointer)
-        else:
-            schema = None
-        if schema is None:
+        if not isinstance(first, Content) or first.pointer not in self._schemas:
             return None
-        return (schema, len(output.decode("utf-8", "ignore")[:position].encode()))
+        before = output.decode("utf-8", "ignore")[:position]
+        return self._schemas[first.pointer], len(before.encode())
 
     def _follow(self, first: Node, rest: _Items, text: str, position: int) -> tuple[list[_State], int | None]:
         """Return the states after `first`, and the position from which to look at it again when there is more text."""
@@ -109,7 +104,9 @@ class ContentReader:
                 literal = self._literal(first)
                 if text.startswith(literal, position):
                     return [(position + len(literal), rest)], None
-                return [], position if literal.startswith(text[position:]) else None
+                if literal.startswith(text[position:]):
+                    return [], position
+                return [], None
             case Series(items):
                 return [(position, (*items, *rest))], None
             case Either(options):
@@ -119,23 +116,19 @@ class ContentReader:
             case Content(_, choices):
                 return [(position, (Text(choice), *rest)) for choice in choices], None
             case Times(item, low, high):
-                if high is None:
-                    fewer = None
-                else:
-                    fewer = high - 1
-                if (low, high) == (0, None):
-                    again = first
-                else:
-                    again = Times(item, max(low - 1, 0), fewer)
+                states: list[_State] = []
                 if high != 0:
-                    more = [(position, (item, again, *rest))]
-                else:
-                    more = []
-                return more + ([] if low else [(position, rest)]), None
+                    states.append((position, (item, first.after_one(), *rest)))
+                if low == 0:
+                    states.append((position, rest))
+                return states, None
             case FreeText(excludes):
                 return self._free_text({}, excludes, rest, text, position)
             case Dispatch(rules, loop, excludes):
-                triggers = {self._literal(mark): (node, *((first,) if loop else ()), *rest) for mark, node in rules}
+                after = rest
+                if loop:
+                    after = (first, *rest)
+                triggers = {self._literal(mark): (node, *after) for mark, node in rules}
                 return self._free_text(triggers, excludes, rest, text, position)
         raise AssertionError(first)
 
@@ -166,8 +159,10 @@ class ContentReader:
                 return self._beginnings((*inner, *rest))
             case [Either(options), *rest]:
                 return [mark for option in options for mark in self._beginnings((option, *rest))]
-            case [Times(item, low), *rest]:
-                return [*self._beginnings((item, *rest)), *([] if low else self._beginnings(tuple(rest)))]
+            case [Times(item, 0), *rest]:
+                return [*self._beginnings((item, *rest)), *self._beginnings(tuple(rest))]
+            case [Times(item), *rest]:
+                return self._beginnings((item, *rest))
         return []
 
     def _literal(self, node: Text | Token) -> str:
@@ -180,18 +175,15 @@ class ContentReader:
 
     def _value(self, content: Content, text: str, position: int) -> tuple[int | None, bool, ConstraintNotMet | None]:
         """Return where the JSON value at `position` ends, whether it can go on, and why it is invalid."""
-        start = _BLANKS.match(text, position)
-        assert start is not None
+        start = len(text) - len(text[position:].lstrip(_BLANKS))
         try:
-            value, end = _JSON.raw_decode(text, start.end())
+            value, end = _JSON.raw_decode(text, start)
         except json.JSONDecodeError:
-            return None, text[start.end() :][:1] in _FIRST, None
+            return None, text[start : start + 1] in _FIRST, None
         except (ValueError, RecursionError) as failure:
             return None, False, not_validated(failure)
         grows = isinstance(value, int | float) and _MORE_OF_A_NUMBER.fullmatch(text, end) is not None
-        schema = self._schemas.get(content.pointer)
-        if schema is None:
-            violation = None
-        else:
-            violation = schema.validator.violation(value)
-        return end, grows, violation if schema is None or violation is None else schema.located(violation)
+        violation = None
+        if content.pointer in self._schemas:
+            violation = self._schemas[content.pointer].violation(value)
+        return end, grows, violation

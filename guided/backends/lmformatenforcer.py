@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 from lmformatenforcer import CharacterLevelParser, CharacterLevelParserConfig, JsonSchemaParser
 from lmformatenforcer.characterlevelparser import StringParser, UnionParser
 from lmformatenforcer.tokenizerprefixtree import JsonFreetextTokenCache, TokenizerPrefixTree
-from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
-from guided.backends.schema_lowering import ArrayShape, FewKeywords, any_of
-from guided.bitmask import pack
+from guided.backends.schema_lowering import FewKeywords, SchemaLowering, any_of, only
+from guided.bitmask import Bitmask
 from guided.constraint import Constraint
 from guided.errors import TokenRejected, UnsupportedConstraint
-from guided.schema.keywords import ALL_TYPES, is_number
+from guided.json_text import JsonObject
+from guided.schema.keywords import ALL_TYPES, is_number, types_of
 from guided.vocabulary import Vocabulary, valid_utf8
 
 _SPACE = "\u0100"
@@ -55,9 +54,11 @@ class LMFormatEnforcerBackend(Backend):
         definitions = schema.pop("$defs", {})
         # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
         parts = [{**part, "$defs": definitions} for part in schema.get("anyOf", [schema])]
-        parsers = [JsonSchemaParser(part, _CONFIG) for part in parts]
-        start = _Json(UnionParser(parsers), frozenset() if constraint.whitespace == "" else _BLANKS)
-        grammar = LMFormatEnforcerGrammar(start, self._tokens)
+        parser = UnionParser([JsonSchemaParser(part, _CONFIG) for part in parts])
+        spaces = _BLANKS
+        if constraint.whitespace == "":
+            spaces = frozenset()
+        grammar = LMFormatEnforcerGrammar(_Json(parser, spaces), self._tokens)
         grammar.checked = ("",)
         return grammar
 
@@ -66,39 +67,34 @@ class _EnforcerLowering(FewKeywords):
     """Values with characters that JSON escapes are left out."""
 
     library = "lm-format-enforcer"
-    _inlined: tuple[dict[str, Any], ...] = ()
-    """The references that are lowered as their targets at the moment."""
 
-    def any_value(self) -> dict[str, Any]:
+    def any_value(self) -> JsonObject:
         return {"anyOf": [{"type": kind} for kind in ALL_TYPES]}
 
-    def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def reference(self, schema: JsonObject) -> JsonObject:
         """Lower a reference: to several alternatives as the alternatives, because their items would share a stack."""
-        target = self.form.target(schema)
-        if isinstance(target, dict) and isinstance(target.get("type"), str):
-            return super().reference(schema)
-        if schema in self._inlined:
-            raise self.refusal(schema, "$ref", " to alternatives that contain themselves")
-        outer = self._inlined
-        self._inlined = (*outer, schema)
-        lowered = self.lower(target)
-        self._inlined = outer
-        return lowered
+        if len(types_of(self.form.target(schema))) == 1:
+            return SchemaLowering.reference(self, schema)
+        return super().reference(schema)
 
-    def string(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def string(self, schema: JsonObject) -> JsonObject:
         if "pattern" in schema:
             self.parse_pattern(schema)  # refuses a malformed one
-        return {"type": "string", **{name: int(schema[name]) for name in ("minLength", "maxLength") if name in schema}}
+        return {"type": "string", **only(schema, "minLength", "maxLength")}
 
-    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
-        return super().array(schema, shape._replace(least=min(shape.least, 1), most=None))  # it miscounts others
+    def array(self, schema: JsonObject) -> JsonObject:
+        lowered = super().array(schema)
+        lowered.pop("maxItems", None)  # it miscounts the items
+        if lowered.get("minItems"):
+            lowered["minItems"] = 1
+        return lowered
 
-    def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
+    def finite(self, schema: JsonObject, keyword: str, values: list[Any]) -> JsonObject:
         texts = [self.name(value) for value in values if isinstance(value, str)]
         numbers = [value for value in values if is_number(value)]
         if None in texts or len(texts) + len(numbers) + values.count(None) < len(values):
             raise self.refusal(schema, keyword, " with other than null, numbers and text without escapes")
-        options: list[dict[str, Any]] = [{"type": "string", "enum": texts}, {"enum": numbers}]
+        options: list[JsonObject] = [{"type": "string", "enum": texts}, {"enum": numbers}]
         options = [option for option in options if option["enum"]]
         if None in values:
             options.append({"type": "null"})
@@ -122,32 +118,35 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
     last: str = ""  # the last character, without whitespace between JSON tokens
 
     def add_character(self, new_character: str) -> _Json:
-        if self.quoted and new_character == " ":
+        symbol = new_character
+        if self.quoted and symbol == " ":
             symbol = _SPACE
-        else:
-            symbol = new_character
-        is_read = symbol not in _REST or symbol in self.inner.get_allowed_characters()  # not in free strings
-        if "\x80" <= symbol < _SPACE:
+        inner = self.inner
+        if symbol not in _REST or symbol in inner.get_allowed_characters():  # free strings do not read these bytes
+            inner = inner.add_character(symbol)
+        begun = ""
+        if "\x80" <= symbol < _SPACE and not _is_utf8(self.begun + symbol):
             begun = self.begun + symbol
-        else:
-            begun = ""
-        return _Json(
-            self.inner.add_character(symbol) if is_read else self.inner,
-            self.spaces,
-            quoted=self.quoted != (symbol == '"' and not self.escaped),
-            escaped=self.quoted and symbol == "\\" and not self.escaped,
-            begun="" if _is_utf8(begun) else begun,
-            last=self.last if symbol in _BLANKS else symbol,
-        )
+        last = symbol
+        if symbol in _BLANKS:
+            last = self.last
+        quoted = self.quoted != (symbol == '"' and not self.escaped)
+        escaped = self.quoted and symbol == "\\" and not self.escaped
+        return _Json(inner, self.spaces, quoted, escaped, begun, last)
 
     def get_allowed_characters(self) -> str:
         allowed = set(self.inner.get_allowed_characters())
         if self.begun:
             return "".join(byte for byte in allowed & _REST or _REST if _is_utf8(self.begun + byte, begun=True))
         if self.quoted:
-            return "".join(" " if character == _SPACE else character for character in allowed - _BLANKS)
-        allowed -= _BLANKS.difference(() if not self.last or self.inner.can_end() else self.spaces)
-        return "".join(allowed.difference("}" if self.last == "," else ""))
+            return "".join(allowed - _BLANKS).replace(_SPACE, " ")
+        spaces = self.spaces
+        if not self.last or self.inner.can_end():
+            spaces = frozenset()
+        allowed -= _BLANKS - spaces
+        if self.last == ",":
+            allowed.discard("}")
+        return "".join(allowed)
 
     def can_end(self) -> bool:
         return bool(self.inner.can_end())
@@ -173,7 +172,6 @@ class _ByteTexts:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._width = vocabulary.padded_vocab_size
         contents = {token: vocabulary.token_bytes[token] for token in vocabulary.text_token_ids}
         self.texts = {token: content.decode("latin-1") for token, content in contents.items()}
         spelled = [(token, text, False) for token, text in self.texts.items()]
@@ -185,40 +183,42 @@ class _ByteTexts:
             if _FREE.fullmatch(whole) and not (rest and whole[-1:] == '"') and _is_utf8(rest, begun=True):
                 self._free.add_token(whole + rest[:1], token)
         self._free.freeze()
-        self._masks: dict[tuple[int, int], NDArray[np.int32]] = {}
+        self._masks: dict[tuple[int, int], Bitmask] = {}
 
-    def free(self, length: int, least: int, most: int) -> NDArray[np.int32]:
+    def free(self, length: int, least: int, most: int) -> Bitmask:
         """Return the mask within a free string of `length` characters, without its end and escapes."""
         longest = self._free.max_token_len
         key = min(longest, max(0, least - length)), min(longest, most - length)
         if key not in self._masks:
-            self._masks[key] = pack(self._free.lookup_allowed_tokens(*key).allowed_tokens, self._width)
+            self._masks[key] = self.vocabulary.mask(self._free.lookup_allowed_tokens(*key).allowed_tokens)
         return self._masks[key]
 
-    def following(self, state: CharacterLevelParser, first: str = "") -> NDArray[np.int32]:
+    def following(self, state: CharacterLevelParser, first: str = "") -> Bitmask:
         """Return the mask after `state`; with `first`, only of tokens that begin with one of its characters."""
-        found: list[int] = []
+        tokens: list[int] = []
         todo = [(self._root, state, first)]
         while todo:
-            node, at, only = todo.pop()
-            allowed = set(at.get_allowed_characters())
-            for character in node.children.keys() & (allowed.intersection(only) if only else allowed):
+            node, parser, firsts = todo.pop()
+            allowed = node.children.keys() & set(parser.get_allowed_characters())
+            if firsts:
+                allowed &= set(firsts)
+            for character in allowed:
                 child = node.children[character]
-                found += child.tokens
+                tokens += child.tokens
                 if child.children:
-                    todo.append((child, at.add_character(character), ""))
-        return pack(found, self._width)
+                    todo.append((child, parser.add_character(character), ""))
+        return self.vocabulary.mask(tokens)
 
 
+@dataclass(eq=False)
 class LMFormatEnforcerGrammar(CompiledGrammar):
     """The parser at the start."""
 
-    def __init__(self, start: CharacterLevelParser, tokens: _ByteTexts) -> None:
-        self._start = start
-        self._tokens = tokens
+    start: CharacterLevelParser
+    tokens: _ByteTexts
 
     def matcher(self) -> LMFormatEnforcerMatcher:
-        return LMFormatEnforcerMatcher(self._tokens, self._start)
+        return LMFormatEnforcerMatcher(self.tokens, self.start)
 
 
 class LMFormatEnforcerMatcher(TextMatcher):
@@ -239,10 +239,11 @@ class LMFormatEnforcerMatcher(TextMatcher):
                 state = state.add_character(character)
             self._states.append(state)
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
+    def fill_bitmask(self, row: Bitmask) -> bool:
         state = self._states[-1]
         tokens = self._shared
-        if (free := state.shortcut_key()) is not None:
+        free = state.shortcut_key()
+        if free is not None:
             row[:] = tokens.free(*free[1:]) | tokens.following(state, '"\\')
         else:
             row[:] = tokens.following(state)

@@ -18,22 +18,25 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import outlines_core
-from numpy.typing import NDArray
 from outlines_core.json_schema import build_regex_from_schema
 
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
-from guided.backends.schema_lowering import ArrayShape, FewKeywords
+from guided.backends.schema_lowering import FewKeywords
+from guided.bitmask import Bitmask
 from guided.constraint import Constraint
 from guided.errors import TokenRejected, UnsupportedConstraint, bounded
+from guided.json_text import JsonObject
 from guided.regex import tree as regex
 from guided.schema import string_pattern
+from guided.schema.keywords import numbers_in
 from guided.vocabulary import Vocabulary
 
 _PLAIN = regex.Chars(string_pattern.PLAIN)
+_LARGE = 10**18
 
 
 class OutlinesBackend(Backend):
@@ -55,8 +58,6 @@ class OutlinesBackend(Backend):
         grammar = OutlinesGrammar(self._vocabulary, index)
         if constraint.kind == "json_schema":
             grammar.checked = ("",)
-        else:
-            grammar.checked = ()
         return grammar
 
     def load(self, constraint: Constraint, dumped: memoryview) -> OutlinesGrammar:
@@ -84,33 +85,19 @@ class _OutlinesLowering(FewKeywords):
 
     library = "outlines"
 
-    def __init__(self, constraint: Constraint) -> None:
-        super().__init__(constraint)
-        self._open: list[str] = []
-        """The references that are being expanded."""
-
-    def any_value(self) -> dict[str, Any]:
+    def any_value(self) -> JsonObject:
         return {"anyOf": [{}]}  # alone, `{}` becomes alternatives without parentheses
 
-    def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
-        if schema["$ref"] in self._open:
-            raise self.refusal(schema, "$ref", " that is recursive: a regex can't count levels")
-        self._open.append(schema["$ref"])
-        expanded = self.lower(self.form.target(schema))
-        self._open.pop()
-        return expanded
-
-    def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
-        large: list[str] = []
-        json.loads(json.dumps(values), parse_int=lambda text: large.append(text) if len(text) > 18 else None)
-        if large:  # the library writes 10**30 as 1e+30, which is another number
-            refusal = self.refusal(schema, keyword, f" with an integer as large as {bounded(large[0], 40)}")
-            refusal.keyword = ""  # not left out: jsonschema-rs compares such numbers as floats
-            raise refusal
+    def finite(self, schema: JsonObject, keyword: str, values: list[Any]) -> JsonObject:
+        for value in numbers_in(values):
+            if isinstance(value, int) and abs(value) >= _LARGE:  # the library writes 10**30 as 1e+30: another number
+                refusal = self.refusal(schema, keyword, f" with an integer as large as {bounded(value, 40)}")
+                refusal.keyword = ""  # not left out: jsonschema-rs compares such numbers as floats
+                raise refusal
         return {"enum": values}
 
-    def string(self, schema: dict[str, Any]) -> dict[str, Any]:
-        least = int(schema.get("minLength", 0))
+    def string(self, schema: JsonObject) -> JsonObject:
+        least = schema.get("minLength", 0)
         most = schema.get("maxLength")
         if schema.get("format") == "uuid":
             return {"type": "string", "format": "uuid"}
@@ -120,27 +107,27 @@ class _OutlinesLowering(FewKeywords):
             except UnsupportedConstraint:
                 raise self.refusal(schema, "pattern") from None
         elif least or most:
-            plain = regex.repeat(_PLAIN, least, None if most is None else int(most))
+            plain = regex.repeat(_PLAIN, least, most)
         else:
             return {"type": "string"}
         return {"type": "string", "pattern": f"^(?:{regex.render(plain)})$"}
 
-    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
-        number = len(shape.prefix)
-        if number and shape.least <= number and (shape.most is None or number <= shape.most):
-            return {"prefixItems": [self.lower(part) for part in shape.prefix]}
-        return super().array(schema, shape)
+    def array(self, schema: JsonObject) -> JsonObject:
+        prefix = schema.get("prefixItems", [])
+        if prefix and schema.get("minItems", 0) <= len(prefix):
+            return {"prefixItems": [self.lower(part) for part in prefix]}
+        return super().array(schema)
 
     def name(self, text: str) -> str:
         return json.dumps(text, ensure_ascii=False)[1:-1]  # outlines does not escape names
 
 
+@dataclass(eq=False)
 class OutlinesGrammar(CompiledGrammar):
     """An automaton over tokens."""
 
-    def __init__(self, vocabulary: Vocabulary, index: Any) -> None:
-        self.vocabulary = vocabulary
-        self.index = index
+    vocabulary: Vocabulary
+    index: Any
 
     def matcher(self) -> OutlinesMatcher:
         return OutlinesMatcher(self)
@@ -166,7 +153,7 @@ class OutlinesMatcher(TextMatcher):
             except (ValueError, OverflowError):
                 raise TokenRejected(f"token {token} is not allowed here") from None
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
+    def fill_bitmask(self, row: Bitmask) -> bool:
         self._guide.write_mask_into(row.ctypes.data, row.size, row.itemsize)
         return self.is_accepting()
 

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from guided.bitmask import pack
+from guided.bitmask import Bitmask
 from guided.errors import UnsupportedConstraint
 from guided.tags.structural_tag import FreeText, Node, Series, Text, Times, walk
-from guided.vocabulary import Vocabulary, valid_utf8
+from guided.vocabulary import TokenIds, Vocabulary, valid_utf8
 
-_Row = NDArray[np.int32]
-"""A mask: int32 `[words]`."""
 MAX_DIGITS = 24
 """Digits in a row after which a number ends. 64-bit integers have at most 20, doubles 17. A token may exceed it."""
 
@@ -59,19 +55,19 @@ class NumberLimit:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         contents = vocabulary.token_bytes
-        width = vocabulary.padded_vocab_size
         text_tokens = vocabulary.text_token_ids
         self._in_number = frozenset(token for token in text_tokens if _PART_OF_NUMBER.search(contents[token]))
         self._exponents = frozenset(token for token in self._in_number if contents[token][-1] not in b"0123456789")
         digits = {token: _DIGITS.match(contents[token]) for token in text_tokens}
-        counts = {token: len(found[1]) for token, found in digits.items() if found}
-        self._shorter = [
-            ~pack([token for token, count in counts.items() if count > most], width) for most in range(MAX_EXPONENT + 1)
-        ]
-        """By number of digits: mask of the tokens that begin with at most so many."""
-        self._texts = pack([token for token in text_tokens if contents[token][0] in _IN_TEXT], width)
+        counts = {token: len(match[1]) for token, match in digits.items() if match}
+        self._shorter: list[Bitmask] = []
+        """Number of digits -> mask of the tokens that begin with at most so many."""
+        for most in range(MAX_EXPONENT + 1):
+            longer = [token for token, count in counts.items() if count > most]
+            self._shorter.append(~vocabulary.mask(longer))
+        self._texts = vocabulary.mask([token for token in text_tokens if contents[token][0] in _IN_TEXT])
 
-    def restrict(self, output: Sequence[int], row: _Row, accepting: bool) -> None:
+    def restrict(self, output: TokenIds, row: Bitmask, accepting: bool) -> None:
         """Forbid tokens with which a number would have more than `MAX_DIGITS` digits in a row, or `MAX_EXPONENT` in its
         exponent.
 
@@ -83,7 +79,9 @@ class NumberLimit:
         if len(output) - start < _FEW and self._exponents.isdisjoint(output[start:]):
             return
         exponent, digits = _NUMBER_END.findall(self._vocabulary.decode(output[max(0, start - 1) :]))[0]
-        most = (MAX_EXPONENT if exponent else MAX_DIGITS) - len(digits)
+        most = MAX_DIGITS - len(digits)
+        if exponent:
+            most = MAX_EXPONENT - len(digits)
         if most <= MAX_EXPONENT and not (row & self._texts).any():
             others = row & self._shorter[max(0, most)]
             if accepting or others.any():
@@ -115,7 +113,7 @@ class LineBreaks:
         for tail in (b"", b"\0", b'"', *(bytes([byte]) for byte in b"[{,: \n"), b"[\n", b"{\n"):
             self._mask(tail, frozenset())  # now, and not at some sequence's token
 
-    def permitted(self, output: Sequence[int], row: _Row, special: frozenset[int]) -> _Row:
+    def permitted(self, output: TokenIds, row: Bitmask, special: frozenset[int]) -> Bitmask:
         """Return the mask of the usual text tokens after `output`, and of `special` tokens.
 
         Args:
@@ -125,11 +123,10 @@ class LineBreaks:
         if not can_break and output and output[-1] not in self._blank:
             return self._mask(b"", special)  # most positions: in a string or a number
         if self._allows(row, b"x"):
-            return self._mask(b"\0" if can_break else b"", special)
-        if output:
-            text = self._contents[output[-1]]
-        else:
-            text = b""
+            if can_break:
+                return self._mask(b"\0", special)
+            return self._mask(b"", special)
+        text = self._vocabulary.decode(output[-1:])
         if text.isspace():
             text = self._vocabulary.decode(output[-40:])  # more than `MAX_INDENT`
         tail = _tail(text)
@@ -137,7 +134,7 @@ class LineBreaks:
             tail = b'"'
         return self._mask(tail, special)
 
-    def _allows(self, row: _Row, marks: bytes) -> bool:
+    def _allows(self, row: Bitmask, marks: bytes) -> bool:
         """Whether a mask allows one of `marks`."""
         for mark in marks:
             word, bit = self._first.get(mark, (0, 0))
@@ -145,11 +142,11 @@ class LineBreaks:
                 return True
         return False
 
-    def _find_mask(self, tail: bytes, special: frozenset[int]) -> _Row:
+    def _find_mask(self, tail: bytes, special: frozenset[int]) -> Bitmask:
         """Return the mask of the text tokens that are usual after `tail`, and of `special` tokens."""
         tokens = [token for token in self._parts if _UNUSUAL.match(tail + self._contents[token])]
-        unusual, others = (pack(ids, self._vocabulary.padded_vocab_size) for ids in (tokens, special))
-        return self._vocabulary.text_mask & ~unusual | others
+        vocabulary = self._vocabulary
+        return vocabulary.text_mask & ~vocabulary.mask(tokens) | vocabulary.mask(special)
 
 
 @lru_cache(maxsize=16384)
@@ -169,7 +166,7 @@ def token_limit(node: Node, vocabulary: Vocabulary) -> TokenLimit | None:
     items = _flat(node)
     begin = ""
     while items and isinstance(items[0], Text):
-        begin = begin + items[0].text
+        begin += items[0].text
         items = items[1:]
     match items:
         case [FreeText(_, int(limit)), Text(end), *_] if end and len(limited) == 1:
@@ -202,7 +199,7 @@ class TokenLimit:
         self._end_token = vocabulary.special_names.get(end)
         self._limit = limit
 
-    def restrict(self, output: Sequence[int], row: _Row, accepting: bool) -> None:
+    def restrict(self, output: TokenIds, row: Bitmask, accepting: bool) -> None:
         """See `OutputRule.restrict`."""
         start = self._start(output)
         text = len(output) - start
@@ -220,9 +217,9 @@ class TokenLimit:
         token = self._end_token
         if token is None:
             token = self._vocabulary.encode(self._end[len(spelled) :])[0]
-        np.bitwise_and(row, pack([token], self._vocabulary.padded_vocab_size), out=row)
+        np.bitwise_and(row, self._vocabulary.mask([token]), out=row)
 
-    def _start(self, output: Sequence[int]) -> int:
+    def _start(self, output: TokenIds) -> int:
         """Return the number of tokens of the literal before the text; more than all if the output begins otherwise."""
         for count in range(min(len(output), len(self._begin)) + 1):
             if self._vocabulary.spelled(output[:count]).startswith(self._begin):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from itertools import chain, permutations
-from typing import Any, ClassVar, NamedTuple
+from itertools import permutations
+from typing import Any, ClassVar
 
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.json_text import JsonObject
 from guided.regex import tree as regex
 from guided.regex.parser import parse_search
 from guided.schema.canonical import canonical
@@ -29,41 +30,36 @@ _DEPENDENT = {
 }
 """Keywords that would exclude more without the first one."""
 _COMPLEX = (
-    *("$dynamicRef", "$recursiveRef", "allOf", "oneOf", "not", "if", "dependencies", "dependentRequired"),
-    *("dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+    "$dynamicRef",
+    "$recursiveRef",
+    "allOf",
+    "oneOf",
+    "not",
+    "if",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "unevaluatedItems",
+    "unevaluatedProperties",
 )
 """Keywords that the canonical form has only where `jsonschema-rs` could not replace them."""
-TIERS: tuple[tuple[str, ...], ...] = (
-    (),
-    ("minProperties", "maxProperties", "not"),
-    ("patternProperties", "propertyNames"),
-    ("allOf", "pattern"),
-)
+TIERS = ((), ("minProperties", "maxProperties", "not"), ("patternProperties", "propertyNames"), ("allOf", "pattern"))
 """Keywords to leave out everywhere, step by step, where a library refuses a schema and does not say which keyword."""
 
 _MAX_DISTINCT = 5
 """Maximum number of values for which all arrays of distinct ones are listed: there are 326 of five values."""
 
 
-class ArrayShape(NamedTuple):
-    """The items of an array: `prefix` one by one, then `items` for the rest (False: no more)."""
-
-    prefix: list[Schema]
-    items: Schema
-    least: int
-    most: int | None
-
-
-def any_of(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def any_of(parts: list[JsonObject]) -> JsonObject:
     """Join lowered alternatives."""
     if len(parts) == 1:
         return parts[0]
     return {"anyOf": parts}
 
 
-def counts(lower: str, least: int, upper: str, most: int | None) -> dict[str, int]:
-    """Return the keywords for `least` (0: no bound) and `most` (None: no bound)."""
-    return {**({lower: least} if least else {}), **({} if most is None else {upper: most})}
+def only(schema: JsonObject, *keywords: str) -> JsonObject:
+    """Return those of `keywords` that a schema has."""
+    return {keyword: schema[keyword] for keyword in keywords if keyword in schema}
 
 
 class SchemaLowering(ABC):
@@ -89,12 +85,12 @@ class SchemaLowering(ABC):
         self._strict = constraint.strict
         self.distinct_names = constraint.open_objects is not None
         """No additional key may be nearly a declared name."""
-        self._referenced: list[dict[str, Any]] = []
+        self._referenced: list[JsonObject] = []
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> JsonObject:
         """Lower the whole schema, with the definitions that `reference` refers to."""
         root = self.lower(self.form.root)
-        definitions: dict[str, Any] = {}
+        definitions: JsonObject = {}
         for reference in self._referenced:  # `lower` appends to it
             name = reference["$ref"].removeprefix("#/$defs/")
             if name not in definitions:
@@ -103,28 +99,32 @@ class SchemaLowering(ABC):
             return {**root, "$defs": definitions}
         return root
 
-    def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def reference(self, schema: JsonObject) -> JsonObject:
         """Lower a `$ref`: keep it, and have `document` add its target."""
         self._referenced.append(schema)
         return schema
 
-    def lower(self, schema: Schema) -> dict[str, Any]:
+    def lower(self, schema: Schema) -> JsonObject:
         """Lower one subschema of the canonical form. Leaves out what the library does not enforce."""
         if schema is False:
             raise UnsupportedConstraint(f"{self.library} can't enforce a schema that is false", param="json_schema")
-        if schema is True or schema == {}:
+        if schema is True:
             return self.any_value()
         for keyword in schema.keys() & self._leave_out:
             schema = self._without(schema, self.refusal(schema, keyword))
         while True:
             try:
-                if schema:
-                    return self._lower(schema)
-                return self.any_value()
+                return self._lower(schema)
             except UnsupportedConstraint as refusal:
                 schema = self._without(schema, refusal)
 
-    def _without(self, schema: dict[str, Any], refusal: UnsupportedConstraint) -> dict[str, Any]:
+    def part(self, schema: Schema) -> Schema:
+        """Lower the schema of a property or an item, which may be false."""
+        if schema is False:
+            return False
+        return self.lower(schema)
+
+    def _without(self, schema: JsonObject, refusal: UnsupportedConstraint) -> JsonObject:
         """Return a superset of `schema` without a keyword, which is checked then."""
         keyword = refusal.keyword
         if self._strict or keyword not in schema:
@@ -137,50 +137,56 @@ class SchemaLowering(ABC):
             kept["anyOf"] = schema["oneOf"]
         elif keyword == "allOf":
             parts = [part for part in schema["allOf"] if isinstance(part, dict)]
-            kept.update(max(parts, key=lambda part: len(json.dumps(part))))
+            kept |= max(parts, key=lambda part: len(json.dumps(part)))
         return self.form.copied(schema, kept)
 
-    def _lower(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def _lower(self, schema: JsonObject) -> JsonObject:
+        if not schema:
+            return self.any_value()
         for keyword in _COMPLEX:
             if keyword in schema and keyword not in self.enforces:
                 raise self.refusal(schema, keyword)
         if "$ref" in schema:
             return self.reference(schema)
-        if (values := listed(schema)) is not None:
-            return self.finite(schema, "const" if "const" in schema else "enum", values)
+        for keyword in ("const", "enum"):
+            if keyword in schema:
+                return self.finite(schema, keyword, listed(schema) or [])
         if "anyOf" in schema:
             return any_of([self.lower(part) for part in schema["anyOf"] if part is not False])
         named = schema.get("type", ALL_TYPES)
-        return any_of([self._of_type(kind, schema) for kind in ([named] if isinstance(named, str) else named)])
+        if isinstance(named, str):
+            return self._of_type(named, schema)
+        return any_of([self._of_type(kind, schema) for kind in named])
 
-    def _of_type(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
-        if kind == "array":
-            shapes = self._distinct(schema) or [self._shape(schema)]
-            return any_of([self.array(schema, shape) for shape in shapes])
-        if kind in ("integer", "number") and schema.keys() & NUMERIC:
-            return self.numeric(schema, kind)
-        typed = {"string": self.string, "object": self.object}
-        if kind in typed:
-            return typed[kind](schema)
+    def _of_type(self, kind: str, schema: JsonObject) -> JsonObject:
+        match kind:
+            case "array":
+                return self._array(schema)
+            case "object":
+                return self.object(schema)
+            case "string":
+                return self.string(schema)
+            case "integer" | "number" if schema.keys() & NUMERIC:
+                return self.numeric(schema, kind)
         return {"type": kind}
 
-    def any_value(self) -> dict[str, Any]:
+    def any_value(self) -> JsonObject:
         """Return the form of any JSON value."""
         return {}
 
     @abstractmethod
-    def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
+    def finite(self, schema: JsonObject, keyword: str, values: list[Any]) -> JsonObject:
         """Lower `keyword` (`const` or `enum`) with its `values`."""
 
     @abstractmethod
-    def string(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def string(self, schema: JsonObject) -> JsonObject:
         """Lower the type string."""
 
-    def numeric(self, schema: dict[str, Any], kind: str) -> dict[str, Any]:
+    def numeric(self, schema: JsonObject, kind: str) -> JsonObject:
         """Lower the type number or integer (`kind`) with bounds or `multipleOf`."""
         return {"type": kind}
 
-    def numbers(self, schema: dict[str, Any], kind: str) -> Numbers:
+    def numbers(self, schema: JsonObject, kind: str) -> Numbers:
         """Return the numbers that may be written; refuse a schema for which there is none, or inexact bounds."""
         numbers = numbers_of(schema, kind)
         if "multipleOf" in schema:
@@ -194,11 +200,11 @@ class SchemaLowering(ABC):
         return numbers
 
     @abstractmethod
-    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
-        """Lower the type array."""
+    def array(self, schema: JsonObject) -> JsonObject:
+        """Lower the type array, without `contains` and `uniqueItems`."""
 
     @abstractmethod
-    def object(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def object(self, schema: JsonObject) -> JsonObject:
         """Lower the type object."""
 
     def refusal(self, schema: Schema, keyword: str, reason: str = "") -> UnsupportedConstraint:
@@ -214,40 +220,32 @@ class SchemaLowering(ABC):
             error.keyword = keyword
         return error
 
-    def parse_pattern(self, schema: dict[str, Any]) -> regex.Node:
+    def parse_pattern(self, schema: JsonObject) -> regex.Node:
         """Parse the `pattern` of `schema` into the strings with a match."""
         try:
             return parse_search(schema["pattern"])
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, "pattern") from None
 
-    def _distinct(self, schema: dict[str, Any]) -> list[ArrayShape]:
-        """Return the arrays of distinct values, as `uniqueItems` demands, where few values are listed."""
+    def _array(self, schema: JsonObject) -> JsonObject:
+        """Lower the type array. Few distinct values become one alternative for each array of some of them."""
+        if "contains" in schema:
+            raise self.refusal(schema, "contains")
+        if "uniqueItems" not in schema:
+            return self.array(schema)
         items = schema.get("items", True)
         if isinstance(items, dict) and "$ref" in items:
             items = self.form.target(items)
-        values = listed(items) or []
-        if not (schema.get("uniqueItems") and 0 < len(values) <= _MAX_DISTINCT) or "contains" in schema:
-            return []
-        most = int(min(_MAX_DISTINCT, schema.get("maxItems", _MAX_DISTINCT)))
-        arrays = (permutations(values, length) for length in range(int(schema.get("minItems", 0)), most + 1))
-        return [ArrayShape([{"const": value} for value in array], False, len(array), None) for array in chain(*arrays)]
-
-    def _shape(self, schema: dict[str, Any]) -> ArrayShape:
-        """Return the items of an array; refuse the keywords that no library enforces."""
-        least = int(schema.get("minItems", 0))
-        most = schema.get("maxItems")
-        if "contains" in schema:
-            raise self.refusal(schema, "contains")
-        if schema.get("uniqueItems") and (most is None or most > 1):
+        values = listed(items)
+        if values is None or len(values) > _MAX_DISTINCT or "prefixItems" in schema:
             raise self.refusal(schema, "uniqueItems")
-        prefix: list[Schema] = schema.get("prefixItems", [])
-        length = next((index for index, item in enumerate(prefix) if item is False), len(prefix))
-        if most is not None:
-            length = min(length, int(most))
-        if length < len(prefix) or most == 0:
-            return ArrayShape(prefix[:length], False, least, None)
-        return ArrayShape(prefix, schema.get("items", True), least, None if most is None else int(most))
+        options = []
+        most = min(len(values), schema.get("maxItems", _MAX_DISTINCT))
+        for length in range(schema.get("minItems", 0), most + 1):
+            for array in permutations(values, length):
+                consts = [{"const": value} for value in array]
+                options.append(self.array({"prefixItems": consts, "minItems": length, "maxItems": length}))
+        return any_of(options)
 
 
 class FewKeywords(SchemaLowering):
@@ -258,24 +256,37 @@ class FewKeywords(SchemaLowering):
             message = f"{self.library} enforces no schema completely: choose llguidance or xgrammar"
             raise UnsupportedConstraint(message, param="json_schema", pointer="")
         super().__init__(constraint)
+        self._inlined: list[JsonObject] = []
+        """The references that are lowered as their targets at the moment."""
+
+    def reference(self, schema: JsonObject) -> JsonObject:
+        """Lower a reference as its target."""
+        if schema in self._inlined:
+            raise self.refusal(schema, "$ref", " that is recursive: it is replaced by its target")
+        self._inlined.append(schema)
+        try:
+            return self.lower(self.form.target(schema))
+        finally:
+            self._inlined.pop()
 
     @abstractmethod
     def name(self, text: str) -> str | None:
         """Return the name of a property in the library's characters; None if it is not possible."""
 
-    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
-        lowered = {"type": "array", **counts("minItems", shape.least, "maxItems", shape.most)}
-        if not shape.prefix and isinstance(shape.items, dict) and shape.items:
-            lowered["items"] = self.lower(shape.items)
+    def array(self, schema: JsonObject) -> JsonObject:
+        lowered: JsonObject = {"type": "array", **only(schema, "minItems", "maxItems")}
+        items = schema.get("items", True)
+        if "prefixItems" not in schema and isinstance(items, dict):
+            lowered["items"] = self.lower(items)
         return lowered
 
-    def object(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def object(self, schema: JsonObject) -> JsonObject:
         required = schema.get("required", [])
         rest = schema.get("additionalProperties", True)
         parts = {name: part for name, part in schema.get("properties", {}).items() if part is not False}
         parts |= {name: rest for name in required if name not in parts and rest is not False}
         names = {name: written for name in parts if (written := self.name(name)) is not None}
-        lowered: dict[str, Any] = {"type": "object"}
+        lowered: JsonObject = {"type": "object"}
         if names:
             lowered["properties"] = {written: self.lower(parts[name]) for name, written in names.items()}
             lowered["required"] = [names[name] for name in required if name in names]

@@ -104,8 +104,10 @@ def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compi
         if isinstance(error.__cause__, RecursionError):
             raise ConstraintTooLarge(f"{name} failed: the {constraint.kind} is nested too deep, or too long") from None
         raise
-    is_large = time.thread_time() - cpu_before > _QUICK_SECONDS
-    _check_masks(backends.vocabulary, grammar, _TRIAL_MASKS if is_large else 1)
+    masks = 1
+    if time.thread_time() - cpu_before > _QUICK_SECONDS:
+        masks = _TRIAL_MASKS
+    _check_masks(backends.vocabulary, grammar, masks)
     return Compiled(name, grammar, time.perf_counter() - started, max(0, held_bytes() - before))
 
 
@@ -121,18 +123,19 @@ def _conclusion(failed: Sequence[tuple[str, GuidedError]]) -> GuidedError:
     for name, error in failed:
         said.setdefault(bounded(error.message.removeprefix(f"{name} ").removeprefix(f"{name}: "), 200), []).append(name)
     reasons = "; ".join(f"{', '.join(names)}: {message}" for message, names in said.items())
-    for kind in (InternalError, CompileTimeout):
-        for _, error in failed:
-            if isinstance(error, kind):
-                return type(error)(f"no backend could compile this constraint ({reasons})")
-    errors = [error for _, error in failed]
-    located = next((error for error in errors if error.pointer), errors[0])
-    first = next((error for error in errors if isinstance(error, ConstraintTooLarge)), located)
+    first = max((error for _, error in failed), key=_weight)
+    if isinstance(first, InternalError | CompileTimeout):
+        return type(first)(f"no backend could compile this constraint ({reasons})")
+    keyword = "all of this constraint"
     if first.pointer:
         keyword = repr(bounded(first.pointer.rpartition("/")[2], 60))
-    else:
-        keyword = "all of this constraint"
     return type(first)(f"no backend can enforce {keyword}: {reasons}", param=first.param, pointer=first.pointer)
+
+
+def _weight(error: GuidedError) -> tuple[bool, ...]:
+    """Return the sort key of errors of which the greatest is reported."""
+    kinds = (InternalError, CompileTimeout, ConstraintTooLarge)
+    return (*(isinstance(error, kind) for kind in kinds), bool(error.pointer))
 
 
 def _check_masks(vocabulary: Vocabulary, grammar: CompiledGrammar, count: int) -> None:
@@ -140,16 +143,17 @@ def _check_masks(vocabulary: Vocabulary, grammar: CompiledGrammar, count: int) -
     worker = MaskWorker(vocabulary)
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
     chance = random.Random(0)
-    token = stop = vocabulary.stop_token_ids[0]
+    tokens: list[int] = []
     for number in range(count):
-        if token == stop:
+        if not tokens:
             worker.open(0, grammar)
-        error = worker.fill(0, () if token == stop else [token], row)
+        error = worker.fill(0, tokens, row)
         if number == 0 and isinstance(error, DeadEnd):
             raise InvalidConstraint("no output satisfies this constraint with the model's vocabulary")
         if error is not None and not isinstance(error, ConstraintNotMet | DeadEnd):
             raise error
+        tokens = []
         if error is None:
-            token = chance.choice(allowed_ids(row).tolist())
-        else:
-            token = stop
+            tokens = chance.choices(allowed_ids(row).tolist())
+        if not set(tokens).isdisjoint(vocabulary.stop_token_ids):
+            tokens = []

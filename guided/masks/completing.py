@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,14 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends.base import CompiledGrammar, Matcher
-from guided.bitmask import allowed_ids, pack
+from guided.bitmask import Bitmask, allowed_ids
 from guided.errors import GuidedError, InvalidRequest
-from guided.vocabulary import Vocabulary, valid_utf8
+from guided.vocabulary import TokenIds, Vocabulary, valid_utf8
 
 _FAR = 512
 _NEAR = 32
 _TRIED = 64
 """Maximum number of tokens that are tried for one mask, besides the shortest token with each first byte."""
+_TEXTS = 4
+"""Maximum number of completions of one mask that are tried for its other tokens, too."""
 _SEARCH = 400
 """Maximum number of tokens that the searches for one mask, or for the completion after one output token, try."""
 _PATIENCE = (64, 2)
@@ -43,6 +45,8 @@ _CLOSING = b"}])>\"'"
 """Bytes that close something. Their use does not count for `_PATIENCE`."""
 _STRUCTURE = _CLOSING + b",:;=Z.0123456789-+a"
 """Bytes to try first where structure is expected, in this order."""
+_IN_TEXT = b'" -0aA'
+"""Bytes to try first within text, in this order."""
 _MARKUP = b'"\\<>[]{}'
 """Bytes that may end a text, which is a JSON string or the text before a tag."""
 _MARK = ord("~")
@@ -63,47 +67,49 @@ class Completion(NamedTuple):
     tokens: tuple[int, ...]
 
 
+_COMPLETE = Completion(b"", ())
+"""The completion of an output that satisfies the constraint."""
+
+
 class Completions:
     """Searches for completions over one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._permitted = permitted = vocabulary.text_mask
-        self._names = vocabulary.special_names
-        self.special = np.zeros_like(permitted)
+        self._permitted = vocabulary.text_mask
+        self.special = np.zeros_like(self._permitted)
         """Mask of the special tokens that the grammar may allow, int32 `[words]`."""
-        self._row = np.empty_like(permitted)
+        self._row = np.empty_like(self._permitted)
         self._literals: Sequence[str] = ()
         self.spelled = vocabulary.spelled
+        self.mask = vocabulary.mask
         self._stop = vocabulary.stop_token_ids[0]
         self._encode = lru_cache(maxsize=4096)(lambda text: tuple(vocabulary.encode(text)))
         ids = vocabulary.text_token_ids
         contents = vocabulary.token_bytes
-        width = len(permitted) * 32
         self._vocabulary = vocabulary
         self._by_length = np.array(sorted(ids, key=lambda token: len(contents[token])), np.int64)
         self._first_bytes = np.array([int.from_bytes(content[:1]) for content in contents])
-        never = frozenset(_MARKUP) | frozenset(range(32)) | {127}
+        never = {*_MARKUP, *range(32), 127}
         texts = [token for token in ids if not never.intersection(contents[token])]
-        self.text = pack(texts, width)
+        self.text = vocabulary.mask(texts)
         """Mask of the tokens that do not end a text, int32 `[words]`."""
         texts = [token for token in texts if valid_utf8(contents[token]) == len(contents[token])]
-        self.plain = pack(texts, width)
+        self.plain = vocabulary.mask(texts)
         """Mask of the tokens in `text` with whole characters, int32 `[words]`."""
-        self.samples = sorted(texts, key=lambda token: len(contents[token]))[:: max(1, len(texts) - 1)][:2]
+        texts.sort(key=lambda token: len(contents[token]))
+        self.samples = [*texts[:1], *texts[-1:]]
         """The shortest and the longest token of `plain`."""
-        self._short = pack([token for token in texts if len(contents[token]) <= 2], width)
+        self._short = vocabulary.mask([token for token in texts if len(contents[token]) <= 2])
         """Mask of the tokens in `plain` with one or two bytes, int32 `[words]`. Only free text allows all of them."""
         self._singles = _single_bytes(vocabulary)
-        self._words = self._singles // 32
-        self._bits = self._singles % 32
+        self._words, self._bits = divmod(self._singles, 32)
         spelled = [contents[token][0] for token in self._singles.tolist()]
-        # Bytes to try first within text, in this order.
-        self._ranks = tuple(np.array([_rank(order, byte) for byte in spelled]) for order in (_STRUCTURE, b'" -0aA'))
+        self._ranks = np.array([_rank(_STRUCTURE, byte) for byte in spelled])
+        self._text_ranks = np.array([_rank(_IN_TEXT, byte) for byte in spelled])
         self._closing = np.array([byte in _CLOSING for byte in spelled], np.bool_)
+        self._mark = -1
         if _MARK in spelled:
             self._mark = spelled.index(_MARK)
-        else:
-            self._mark = -1
 
     def of(self, grammar: CompiledGrammar) -> Completions:
         """Return a copy for one grammar, with its special tokens and literals. The copy shares the other tables."""
@@ -111,8 +117,8 @@ class Completions:
         shared._row = np.empty_like(self._row)  # a worker's two threads fill rows of different grammars at once
         shared._literals = grammar.literals
         special = grammar.special_token_ids
-        names = {name.encode(): token for name, token in self._names.items() if token in special}
-        shared.special = pack(special, len(self._permitted) * 32)
+        names = {name.encode(): token for name, token in self._vocabulary.special_names.items() if token in special}
+        shared.special = self._vocabulary.mask(special)
         shared._permitted = self._permitted | shared.special
         if names:
             parts = re.compile(b"(" + b"|".join(map(re.escape, names)) + b")")
@@ -121,7 +127,7 @@ class Completions:
                 tokens: list[int] = []
                 for part in parts.split(text):
                     if part in names:
-                        tokens += (names[part],)
+                        tokens.append(names[part])
                     else:
                         tokens += self._encode(part)
                 return tuple(tokens)
@@ -135,9 +141,10 @@ class Completions:
         The search tries each first byte, and each literal and pair of literals at the beginning.
         """
         if matcher.is_accepting():
-            return Completion(b"", ())
-        whole = [self._roll_out(matcher, Steps(2000), patience, 1000) for patience in _PATIENCE]
-        shortest = min(filter(None, whole), key=_length, default=None)
+            return _COMPLETE
+        shortest: Completion | None = None
+        for patience in _PATIENCE:
+            shortest = _shorter(shortest, self._roll_out(matcher, Steps(2000), patience, 1000))
         matcher.fill_bitmask(self._row)
         texts = [literal.encode() for literal in self._literals]
         begun = list(texts)
@@ -146,20 +153,19 @@ class Completions:
         begun += islice(map(b"".join, permutations(texts, 2)), 48)
         steps = Steps(3000)
         for text in begun:
-            if shortest is None:
-                most = 1000
-            else:
+            most = 1000
+            if shortest is not None:
                 most = len(shortest.text)
             rest = self.find(matcher, steps, most, before=self._encode(text))
-            whole = [shortest, rest and self.checked(matcher, text + rest.text)]
-            shortest = min(filter(None, whole), key=_length, default=None)
+            if rest is not None:
+                shortest = _shorter(shortest, self.checked(matcher, text + rest.text))
         if shortest is None:
             return None
         used = [text.decode() for text in begun if len(text) > 1 and shortest.text.startswith(text)]
         self._literals = [*sorted(used, key=len, reverse=True), *self._literals]
         return self._shortened(matcher, shortest)
 
-    def shortest(self, row: NDArray[np.int32]) -> list[int]:
+    def shortest(self, row: Bitmask) -> list[int]:
         """Return text tokens of a mask: the shortest tokens, then the shortest token with each first byte."""
         bits = np.unpackbits(row.view(np.uint8), bitorder="little")
         ids = self._by_length[bits[self._by_length] != 0]
@@ -167,10 +173,10 @@ class Completions:
         first[self._first_bytes[ids[::-1]]] = ids[::-1]  # the last assignment, of the shortest token, counts
         return [*ids[:_TRIED].tolist(), *first[first >= 0].tolist()]
 
-    def beginning_with(self, tokens: Sequence[int]) -> NDArray[np.int32]:
+    def beginning_with(self, tokens: TokenIds) -> Bitmask:
         """Return a mask of the tokens that begin with one of `tokens`: int32 `[words]`."""
         begun = self._vocabulary.beginning_with([self.spelled([token]) for token in tokens])
-        return begun | pack(tokens, len(begun) * 32)
+        return begun | self.mask(tokens)
 
     def _shortened(self, matcher: Matcher, completion: Completion) -> Completion:
         """Remove members of JSON objects, one by one, if the matcher accepts the rest."""
@@ -180,7 +186,11 @@ class Completions:
             return completion
         parts = [value]
         for part in parts:  # the loop appends to `parts`
-            for name in list(part) if isinstance(part, dict) else ():
+            if isinstance(part, list):
+                parts += part
+            if not isinstance(part, dict):
+                continue
+            for name in list(part):
                 members = dict(part)
                 del part[name]
                 text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -188,16 +198,17 @@ class Completions:
                 if shorter is None:
                     part.clear()
                     part.update(members)
-                completion = shorter or completion
-            parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+                else:
+                    completion = shorter
+            parts += part.values()
         return completion
 
-    def is_free(self, row: NDArray[np.int32]) -> bool:
+    def is_free(self, row: Bitmask) -> bool:
         """Return whether a mask allows text with any characters."""
         return not (self._short & ~row).any()
 
     def find(
-        self, matcher: Matcher, steps: Steps, most: int, end: bytes = b"", before: Sequence[int] = ()
+        self, matcher: Matcher, steps: Steps, most: int, end: bytes = b"", before: TokenIds = ()
     ) -> Completion | None:
         """Search for a short completion after the tokens `before`. `matcher` does not change.
 
@@ -212,7 +223,7 @@ class Completions:
         return None
 
     def _roll_out(
-        self, matcher: Matcher, steps: Steps, patience: int, most: int, end: bytes = b"", before: Sequence[int] = ()
+        self, matcher: Matcher, steps: Steps, patience: int, most: int, end: bytes = b"", before: TokenIds = ()
     ) -> Completion | None:
         """Follow the preferred bytes until the constraint is satisfied, for at most `most` tokens."""
         uses = np.zeros(len(self._singles), np.int64)
@@ -248,27 +259,27 @@ class Completions:
 
     def _end_of_text(self, trial: Matcher, mask: bytes, steps: Steps) -> list[int]:
         """Return the tokens of a literal that ends a text with this mask, without an optional beginning, or nothing."""
-        ending: str | None = None
+        ending = b""
         for literal in self._literals:
-            if ending is None or ending.endswith(literal):
+            if not ending or ending.endswith(literal.encode()):
                 steps.left -= 1
                 after = trial.fork()
                 with contextlib.suppress(GuidedError):
                     after.accept_tokens(self._encode(literal.encode()))
                     after.fill_bitmask(self._row)
                     if self._row.tobytes() != mask and (after.is_accepting() or not self.is_free(self._row)):
-                        ending = literal
-        if ending is None:
-            return []
-        return list(self._encode(ending.encode()))
+                        ending = literal.encode()
+        return list(self._encode(ending))
 
-    def _choose(self, mask: NDArray[np.int32], uses: NDArray[np.int64], patience: int) -> list[int]:
+    def _choose(self, mask: Bitmask, uses: NDArray[np.int64], patience: int) -> list[int]:
         """Return the preferred next token, or nothing at a dead end."""
         np.bitwise_and(mask, self._permitted, out=self._row)
         allowed = self._allowed()
         if not len(allowed):
-            return [*self.shortest(self._row)[:1], *allowed_ids(self._row).tolist()][:1]
-        ranks = self._ranks[1 if self._mark in allowed else 0]
+            return [int(token) for token in allowed_ids(self._row)[:1]]
+        ranks = self._ranks
+        if self._mark in allowed:
+            ranks = self._text_ranks
         worn = np.where(self._closing, 0, uses // patience * 1000)
         best = allowed[np.argmin((ranks + worn)[allowed])]
         uses[best] += 1
@@ -278,27 +289,32 @@ class Completions:
         """Return the places in `_singles` of the bytes that `_row` allows."""
         return np.flatnonzero((self._row[self._words] >> self._bits) & 1)
 
-    def checked(self, matcher: Matcher, text: bytes, before: Sequence[int] = ()) -> Completion | None:
+    def checked(self, matcher: Matcher, text: bytes, before: TokenIds = ()) -> Completion | None:
         """Return `text` as a completion after the tokens `before` if `matcher` accepts it.
 
         The completion has the tokenizer's own tokens.
         """
-        try:
+        with contextlib.suppress(GuidedError):
             tokens = self._encode(text)
             output = [*before, *tokens, self._stop]
             if matcher.accepts(output) == len(output):
                 return Completion(text, tokens)
-            return None
-        except GuidedError:
-            return None
+        return None
 
     def inherited(self, matcher: Matcher, known: Completion, token: int) -> Completion | None:
         """Derive a completion after `token` from the completion before it. `matcher` has not accepted `token` yet."""
         new = self.spelled([token])
         if known.tokens[:1] == (token,):
             return Completion(known.text[len(new) :], known.tokens[1:])
-        derived = (self.checked(matcher, text, [token]) for text in _rests(known.text, new))
-        return next(filter(None, derived), None)
+        return self.first_accepted(matcher, _rests(known.text, new), token)
+
+    def first_accepted(self, matcher: Matcher, texts: Iterable[bytes], token: int) -> Completion | None:
+        """Return the first of `texts` that completes an output after `token`."""
+        for text in texts:
+            completion = self.checked(matcher, text, [token])
+            if completion is not None:
+                return completion
+        return None
 
 
 class BudgetedSequence:
@@ -322,31 +338,28 @@ class BudgetedSequence:
         """Forget the completions after the first `length` output tokens."""
         del self._known[length + 1 :]
 
-    def accept(self, matcher: Matcher, tokens: Sequence[int]) -> None:
+    def accept(self, matcher: Matcher, tokens: TokenIds) -> None:
         """Let the matcher accept tokens, and find a completion after each. Raises as `Matcher.accept_tokens`."""
         self._start(matcher)
         for token in tokens:
             known = self._known[-1]
             position = len(self._known)
-            if known is None:
-                completion = None
-            else:
+            left = self._budget - position
+            completion = None
+            end = b""
+            room = -1
+            if known is not None:
                 completion = self._completions.inherited(matcher.fork(), known, token)
+                end = known.text
             matcher.accept_tokens([token])
             if matcher.is_terminated() or matcher.is_accepting():
-                completion = Completion(b"", ())
-            left = self._budget - position
-            if completion is None:
-                room = 0
-            else:
+                completion = _COMPLETE
+            if completion is not None:
+                end = b""
                 room = left - 1 - len(completion.tokens)
-            if room < 0 or completion is None or (room < _NEAR and position % 16 == 0):
-                if known is not None and completion is None:
-                    end = known.text
-                else:
-                    end = b""
+            if room < 0 or (room < _NEAR and position % 16 == 0):
                 searched = self._completions.find(matcher, Steps(_SEARCH), 60 + 3 * left, end)
-                completion = min(filter(None, (completion, searched)), key=_length, default=None)
+                completion = _shorter(completion, searched)
             self._known.append(completion)
 
     def _start(self, matcher: Matcher) -> None:
@@ -369,7 +382,7 @@ class BudgetedSequence:
             )
         self._known.append(least)
 
-    def restrict(self, matcher: Matcher, row: NDArray[np.int32]) -> None:
+    def restrict(self, matcher: Matcher, row: Bitmask) -> None:
         """Clear the bits of tokens after which no completion would fit.
 
         Args:
@@ -393,16 +406,20 @@ class BudgetedSequence:
             steps = Steps(_SEARCH // 4)  # most tokens need no search, and masks of free text take longest
             samples = completions.samples  # they do not fit if the known completion continues the text
             if all(fits for _, fits in self._tried(trial, samples, known, left, Steps(0))):
-                unrestricted = row & (completions.plain if near else completions.text)
-        rest = row & ~(completions.text if unrestricted.any() else 0)
+                unrestricted = row & completions.text
+                if near:
+                    unrestricted = row & completions.plain
+        rest = row
+        if unrestricted.any():
+            rest = row & ~completions.text
         special = allowed_ids(rest & completions.special).tolist()
         candidates = list(dict.fromkeys([*known.tokens[:1], *special, *completions.shortest(rest)]))
         tried = dict(self._tried(trial, candidates, known, left, steps))
-        fitting = pack([token for token, fits in tried.items() if fits], len(row) * 32)
+        fitting = completions.mask([token for token, fits in tried.items() if fits])
         if near:
             kept = row & (unrestricted | fitting)
             if not (kept.any() or matcher.is_accepting()):  # no completion fits: end as soon as possible
-                kept = pack(known.tokens[:1], len(row) * 32)  # even if an output rule forbids it
+                kept = completions.mask(known.tokens[:1])  # even if an output rule forbids it
         else:
             unfit = [token for token, fits in tried.items() if fits is False]
             kept = row & (~completions.beginning_with(unfit) | fitting)
@@ -411,29 +428,31 @@ class BudgetedSequence:
             row[:] = kept
 
     def _tried(
-        self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int, steps: Steps
+        self, matcher: Matcher, candidates: TokenIds, known: Completion, left: int, steps: Steps
     ) -> Iterator[tuple[int, bool | None]]:
         """Yield each candidate, and whether a completion of fewer than `left` tokens was found. None: not searched."""
-        texts = list[bytes]()
+        texts: list[bytes] = []
         completions = self._completions
         for token in candidates:
-            others = (completions.checked(matcher, text, [token]) for text in texts)
-            completion = completions.inherited(matcher, known, token) or next(filter(None, others), None)
+            completion = completions.inherited(matcher, known, token)
+            completion = completion or completions.first_accepted(matcher, texts, token)
             if completion is None:
                 completion = completions.find(matcher, steps, 60 + 3 * left, known.text, [token])
-                # Four of these completions are also tried for the following candidates.
-                if completion is None or len(texts) >= 4:
-                    texts += []
-                else:
-                    texts += [completion.text]
+                if completion is not None and len(texts) < _TEXTS:
+                    texts.append(completion.text)
             if completion is not None:
                 yield token, len(completion.tokens) < left
+            elif steps.left > 0:
+                yield token, False
             else:
-                yield token, None if steps.left <= 0 else False
+                yield token, None
 
 
-def _length(completion: Completion) -> int:
-    return len(completion.tokens)
+def _shorter(first: Completion | None, second: Completion | None) -> Completion | None:
+    """Return the completion with fewer tokens, the first of two equal ones. None: there is none."""
+    if first is None or (second is not None and len(second.tokens) < len(first.tokens)):
+        return second
+    return first
 
 
 def _single_bytes(vocabulary: Vocabulary) -> NDArray[np.int64]:
@@ -449,7 +468,9 @@ def _rank(order: bytes, byte: int) -> int:
         return order.index(byte)
     if byte < 33 or byte > 126:
         return 700 + byte
-    return (400 if byte in b"{[(<\\" else 100) + byte
+    if byte in b"{[(<\\":
+        return 400 + byte
+    return 100 + byte
 
 
 def _rests(known: bytes, new: bytes) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ _CHARACTERS = re.compile(r'"(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
 """Matches the beginning of a string without an incomplete character."""
 _VALUES = {b"{": b"{}", b"[": b"[]", b'"': b'""', b"tf": b"false", b"n": b"null", b"-+.0123456789": b"0"}
 """A value of each type, by the characters with which its values begin."""
-_FIRST = {first: (firsts, value) for firsts, value in _VALUES.items() for first in firsts}
+_FIRST = {first: ([bytes([byte]) for byte in firsts], value) for firsts, value in _VALUES.items() for first in firsts}
 BLANKS = [b" ", b"\n", b"\r", b"\t"]
 _AFTER_NUMBER = [*BLANKS, b",", b"]", b"}"]
 _NO_COMMA = [*BLANKS, *(bytes([byte]) for byte in b"0123456789.eE")]
@@ -125,8 +125,9 @@ class Follower:
         text = self._string()
         characters: list[bytes] = []
         for code in _TRIED:
-            if self._mismatch(text[:-1] + bytes([code]) + b'"', b"") is None:
-                characters.append(bytes([code]))
+            character = bytes([code])
+            if self._mismatch(text[:-1] + character + b'"', b"") is None:
+                characters.append(character)
         if self._violation("value", text, b"", []) is None:
             characters.append(b'"')
         return characters
@@ -158,24 +159,20 @@ class Follower:
             part = self._beginnings.below(around.part, 0)
         else:
             part = self._beginnings.below(around.part, _name(key))
-        is_deep = around.is_deep or part.is_deep
-        held_from = around.held_from
+        value = _OpenValue(part, around.is_deep or part.is_deep, around.held_from, start, token, first == ord("{"))
         if part.is_checked:
-            held_from = token
+            value.held_from = token
         violation = None
-        if is_deep:
+        if value.is_deep:
             firsts, example = _FIRST[first]
-            violation = self._violation(
-                "first", self._text[:start] + example, before, [bytes([char]) for char in firsts]
-            )
-        value = _OpenValue(part, is_deep, held_from, start, token, first == ord("{"))
+            violation = self._violation("first", self._text[:start] + example, before, firsts)
         if first == ord("["):
             value.key = -1
         if first in b"{[":
             self._open.append(value)
         else:
             self._is_number = first != ord('"')
-            if is_deep or part.is_checked or around.part.is_checked:
+            if value.is_deep or part.is_checked or around.part.is_checked:
                 self._scalar = value
         return violation
 
@@ -223,15 +220,23 @@ class Follower:
         closing = b""
         try:
             for value in self._open[1:]:
-                closing = (b"}" if value.is_object else b"]") + closing
-                path.append(_name(value.key) if isinstance(value.key, bytes) else value.key or 0)
+                if value.is_object:
+                    closing = b"}" + closing
+                else:
+                    closing = b"]" + closing
+                key = value.key or 0
+                if isinstance(key, bytes):
+                    key = _name(key)
+                path.append(key)
             document = json.loads(text + closing)
         except (ValueError, RecursionError):  # too deep, or no JSON, such as `7.e-9`: the final check refuses it
             return None
-        if place == "value":
-            error = self._beginnings.error(document, path[:-1] if path else None, place)
-        else:
+        if place != "value":
             error = self._beginnings.error(document, path, place)
+        elif path:
+            error = self._beginnings.error(document, path[:-1], place)
+        else:
+            error = self._beginnings.error(document, None, place)
         if error is None:
             return None
         return Violation(error, self._open[-1].newest, [written + ending for ending in endings])

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from guided.backends.base import CompiledGrammar, Matcher, OutputRule
+from guided.bitmask import Bitmask
 from guided.errors import GuidedError
 from guided.masks.completing import BudgetedSequence
+from guided.vocabulary import TokenIds
 
 
 @dataclass(slots=True)
 class SlotState:
     """The sequence in one slot."""
 
-    permitted: NDArray[np.int32]
+    permitted: Bitmask
     """Tokens that the sequence's grammar may allow."""
     grammar: CompiledGrammar
     matcher: Matcher | None = None
@@ -25,14 +24,14 @@ class SlotState:
     """Applied to each of its masks."""
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the matcher has accepted."""
-    edit: tuple[int, Sequence[int]] | None = None
+    edit: tuple[int, TokenIds] | None = None
     """(start, tokens): the output after `start`, to be applied before the next mask."""
     budgeted: BudgetedSequence | None = None
     """Completes the output within its budget, if it has one."""
     error: GuidedError | None = None
     """Why the sequence is over."""
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: TokenIds) -> None:
         """Have the matcher accept new tokens."""
         assert self.matcher is not None
         if self.budgeted is None:
@@ -49,7 +48,7 @@ class SlotState:
             self.budgeted.roll_back(length)
         del self.tokens[length:]
 
-    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+    def restrict(self, output: TokenIds, row: Bitmask, accepting: bool) -> None:
         """Restrict the mask after `output`, once all else has: nothing here."""
 
     def retries(self) -> Iterator[None]:

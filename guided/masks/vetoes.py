@@ -9,18 +9,15 @@ sent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from guided.bitmask import pack
+from guided.bitmask import Bitmask
 from guided.errors import ConstraintNotMet, DeadEnd
 from guided.masks.follower import BLANKS, Follower, Violation
 from guided.masks.slot_state import SlotState
 from guided.sequence import VetoReport
-from guided.vocabulary import Vocabulary
+from guided.vocabulary import TokenIds, Vocabulary
 
 if TYPE_CHECKING:
     from guided.backends.checked import CheckedMatcher
@@ -44,7 +41,7 @@ class VetoedSlot(SlotState):
         self._final = final
         self._follower: Follower | None = None
         """Of the content that is being written."""
-        self._forbidden: dict[int, NDArray[np.int32]] = {}
+        self._forbidden: dict[int, Bitmask] = {}
         """By number of tokens: masks of the tokens that must not follow."""
         self._counts: Counter[int] = Counter()
         """Vetoes of values, by the token in which they, or their newest members, began. -1: times that it went back."""
@@ -52,7 +49,7 @@ class VetoedSlot(SlotState):
         """The newest veto."""
         self._look_for_content()
 
-    def restrict(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+    def restrict(self, output: TokenIds, row: Bitmask, accepting: bool) -> None:
         """Clear the bits of forbidden tokens: before the budget looks for others, and after it."""
         forbidden = self._forbidden.get(len(output))
         if forbidden is not None:
@@ -61,25 +58,26 @@ class VetoedSlot(SlotState):
     def report(self) -> VetoReport:
         """Return what the engine has to know, once a mask is written."""
         length = len(self.tokens)
-        if self._follower is None:
-            held_from = None
-        else:
-            held_from = self._follower.held_from
-        self._final = max(self._final, length if held_from is None else held_from, length - MAX_HELD)
-        return VetoReport(length, self._final, "" if self._last is None else self._last.error.keyword)
+        final = length
+        if self._follower is not None and self._follower.held_from is not None:
+            final = max(self._follower.held_from, length - MAX_HELD)
+        self._final = max(self._final, final)
+        keyword = ""
+        if self._last is not None:
+            keyword = self._last.error.keyword
+        return VetoReport(length, self._final, keyword)
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: TokenIds) -> None:
         """Accept new tokens up to the first one that violates the schema, and forbid that one.
 
         Raises `ConstraintNotMet` where the output has to go back further, or there were too many vetoes.
         """
         for token in tokens:
-            violation = None
             if self._follower is not None:
                 violation = self._follower.read(self._vocabulary.token_bytes[token], len(self.tokens))
-            if violation is not None:
-                self._veto(token, violation)
-                break
+                if violation is not None:
+                    self._veto(token, violation)
+                    break
             super().accept([token])
             if self._follower is None or self._follower.is_over:
                 self._look_for_content()
@@ -92,7 +90,7 @@ class VetoedSlot(SlotState):
         self._last = violation
         start = violation.token
         self._look_for_content()
-        self._forbid(pack([token], self._vocabulary.padded_vocab_size))
+        self._forbid(self._vocabulary.mask([token]))
         self._forbid(self._vocabulary.beginning_with(violation.beginnings))
         self._counts[start] += 1
         goes_back = self._counts[start] % _PATIENCE == 0 and self._final <= start < len(self.tokens)
@@ -118,7 +116,7 @@ class VetoedSlot(SlotState):
                 begin -= len(text)
             self._follower.validates = True
 
-    def _forbid(self, tokens: NDArray[np.int32]) -> None:
+    def _forbid(self, tokens: Bitmask) -> None:
         """Forbid a mask of tokens after the output."""
         if not self._forbidden:
             self.rules = [*self.grammar.rules, self]

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import takewhile
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from guided.backends.base import CompiledGrammar, Matcher, guard
-from guided.bitmask import pack
+from guided.bitmask import Bitmask
 from guided.errors import BackendError, ConstraintNotMet, DeadEnd, GuidedError
 from guided.masks.completing import BudgetedSequence, Completions
 from guided.masks.slot_state import SlotState
-from guided.vocabulary import Vocabulary
+from guided.vocabulary import TokenIds, Vocabulary
 
 if TYPE_CHECKING:
     from guided.masks.vetoes import VetoedSlot
@@ -39,8 +38,7 @@ class MaskWorker:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._slots: dict[int, SlotState] = {}
         self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
-        stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
-        self._permitted = vocabulary.text_mask
+        stop = vocabulary.mask(vocabulary.stop_token_ids)
         self._vocabulary = vocabulary
         self._stops = [(int(word), stop[word]) for word in np.flatnonzero(stop)]
         """(word of a mask, bits of stop tokens in it)."""
@@ -62,7 +60,7 @@ class MaskWorker:
         self,
         slot: int,
         grammar: CompiledGrammar,
-        tokens: Sequence[int] = (),
+        tokens: TokenIds = (),
         budget: int | None = None,
         final: int | None = None,
     ) -> None:
@@ -74,38 +72,37 @@ class MaskWorker:
             final: tokens after the first `final` may be taken back, as the report of `vetoed` says after each `fill`.
                 None: all stay.
         """
-        if final is None or not grammar.checked:
-            form = SlotState
-        else:
-            form = _vetoed_slot()
-        state = self._slots[slot] = form(self._permitted, grammar, rules=grammar.rules, edit=(0, tokens))
+        self.free([slot])
         self.steered.discard(slot)
-        self.vetoed.pop(slot, None)
+        permitted = self._vocabulary.text_mask
+        if grammar.special_token_ids:
+            permitted = permitted | self._vocabulary.mask(grammar.special_token_ids)
+        form = SlotState
+        if final is not None and grammar.checked:
+            from guided.masks.vetoes import VetoedSlot  # needed only where something is checked
+
+            form = VetoedSlot
+        state = self._slots[slot] = form(permitted, grammar, rules=grammar.rules, edit=(0, tokens))
         try:
-            self._start(state, grammar, budget)
-            if form is not SlotState:
-                self.vetoed[slot] = vetoed = cast("VetoedSlot", state)
-                vetoed.begin(self._vocabulary, final or 0)
+            with _native:
+                state.matcher = grammar.matcher()
+                if budget is not None:
+                    self._completions = self._completions or Completions(self._vocabulary)
+                    state.budgeted = BudgetedSequence(self._completions.of(grammar), budget)
+                if final is not None and grammar.checked:
+                    self.vetoed[slot] = vetoed = cast("VetoedSlot", state)
+                    vetoed.begin(self._vocabulary, final)
         except GuidedError as error:
             state.error = error
 
-    def _start(self, state: SlotState, grammar: CompiledGrammar, budget: int | None) -> None:
-        with _native:
-            state.matcher = grammar.matcher()
-            if grammar.special_token_ids:
-                special = pack(grammar.special_token_ids, self._vocabulary.padded_vocab_size)
-                state.permitted = self._permitted | special
-            if budget is not None:
-                self._completions = self._completions or Completions(self._vocabulary)
-                state.budgeted = BudgetedSequence(self._completions.of(grammar), budget)
-
-    def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
+    def edit(self, slot: int, start: int, tokens: TokenIds) -> None:
         """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""
         state = self._slots.get(slot)
         if state is not None:
             pending_start, pending = state.edit or (start, ())
             if start > pending_start:  # the earlier edit has not been applied
-                start, tokens = pending_start, [*pending[: start - pending_start], *tokens]
+                tokens = [*pending[: start - pending_start], *tokens]
+                start = pending_start
             state.edit = start, tokens
 
     def length(self, slot: int) -> int:
@@ -123,7 +120,7 @@ class MaskWorker:
             self._slots.pop(slot, None)
             self.vetoed.pop(slot, None)
 
-    def fill(self, slot: int, tokens: Sequence[int], row: NDArray[np.int32]) -> GuidedError | None:
+    def fill(self, slot: int, tokens: TokenIds, row: Bitmask) -> GuidedError | None:
         """Accept new tokens and write the next mask.
 
         Args:
@@ -147,7 +144,7 @@ class MaskWorker:
                 self._mend(state, row)
         return state.error
 
-    def _mend(self, state: SlotState, row: NDArray[np.int32]) -> None:
+    def _mend(self, state: SlotState, row: Bitmask) -> None:
         """Go on from an earlier place, if the sequence has one. If not, it is over."""
         with contextlib.suppress(GuidedError), _native:
             for _ in state.retries():
@@ -158,7 +155,7 @@ class MaskWorker:
                     return
         state.matcher = None
 
-    def look_ahead(self, slot: int, row: NDArray[np.int32], run: NDArray[np.int32]) -> None:
+    def look_ahead(self, slot: int, row: Bitmask, run: Bitmask) -> None:
         """Write the forced tokens from a mask on: each is the only one that its mask allows, and would be sampled.
 
         Args:
@@ -186,7 +183,7 @@ class MaskWorker:
                 if token is None:
                     break
 
-    def _advance(self, state: SlotState, tokens: Sequence[int], row: NDArray[np.int32]) -> None:
+    def _advance(self, state: SlotState, tokens: TokenIds, row: Bitmask) -> None:
         matcher = state.matcher
         assert matcher is not None
         if state.edit is not None:
@@ -195,10 +192,10 @@ class MaskWorker:
             state.accept(tokens)
         self._write(state, matcher, state.tokens, row)
 
-    def _rewind(self, state: SlotState, new_tokens: Sequence[int]) -> Sequence[int]:
+    def _rewind(self, state: SlotState, new_tokens: TokenIds) -> TokenIds:
         """Roll the matcher back to where the edited output differs from the accepted one; return what to accept."""
         assert state.edit is not None
-        (start, tokens) = state.edit
+        start, tokens = state.edit
         state.edit = None
         tokens = [*tokens, *new_tokens]
         pairs = zip(state.tokens[start:], tokens, strict=False)
@@ -208,13 +205,12 @@ class MaskWorker:
         return tokens[keep - start :]
 
     def _write(
-        self, state: SlotState, matcher: Matcher, output: Sequence[int], row: NDArray[np.int32], anywhere: bool = False
+        self, state: SlotState, matcher: Matcher, output: TokenIds, row: Bitmask, anywhere: bool = False
     ) -> None:
         """Write the mask after `output`. `anywhere`: with unusual line breaks, because nothing else is possible."""
+        lines = state.grammar.line_breaks
         if anywhere:
             lines = None
-        else:
-            lines = state.grammar.line_breaks
         if matcher.is_terminated():
             row[:] = 0
             accepting = True
@@ -238,13 +234,7 @@ class MaskWorker:
             raise matcher.violation() or DeadEnd("no token is allowed here, and the constraint is not satisfied")
 
 
-def _vetoed_slot() -> type[SlotState]:
-    from guided.masks.vetoes import VetoedSlot  # needed only where something is checked
-
-    return VetoedSlot
-
-
-def _only_token(row: NDArray[np.int32]) -> int | None:
+def _only_token(row: Bitmask) -> int | None:
     """Return the token that a mask allows if it is the only one."""
     words = np.flatnonzero(row)
     if len(words) != 1:

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import interegular
 from interegular.fsm import anything_else
 
 from guided.errors import UnsupportedConstraint
-from guided.regex import tree as regex
-from guided.regex.tree import EMPTY, Chars, Choice, Concatenation, Node, Repeat
+from guided.regex.tree import (
+    EMPTY,
+    Chars,
+    Choice,
+    Concatenation,
+    Interval,
+    Node,
+    Ranges,
+    Repeat,
+    choice,
+    complement,
+    count,
+    points,
+    ranges_of,
+    render,
+    repeat,
+    sequence,
+)
 
+_Edges = dict[Any, dict[Any, Node]]
+"""State -> state after it -> the texts between the two."""
 _LARGE_CLASS = 30_000
 """Number of code points above which a class is too large to enumerate its members."""
 
@@ -23,14 +42,14 @@ def of(node: Node) -> Any:
     """
     if _has_large_class(node):
         raise UnsupportedConstraint("a class has too many characters to be combined with another pattern")
-    return interegular.parse_pattern(regex.render(node)).to_fsm().reduce()
+    return interegular.parse_pattern(render(node)).to_fsm().reduce()
 
 
 def _has_large_class(node: Node) -> bool:
     """Return whether `node` has a class that, like `\\w`, is neither small nor nearly complete."""
     match node:
         case Chars(ranges):
-            return min(regex.count(ranges), regex.count(regex.complement(ranges))) > _LARGE_CLASS
+            return min(count(ranges), count(complement(ranges))) > _LARGE_CLASS
         case Concatenation(inner) | Choice(inner):
             return any(map(_has_large_class, inner))
         case Repeat(item):
@@ -42,27 +61,29 @@ def texts(machine: Any) -> Node:
     machine = machine.reduce()
     if len(machine.states) > 150:
         raise UnsupportedConstraint("the pattern has too many states")
-    listed = regex.ranges_of((ord(symbol), ord(symbol)) for symbol in machine.alphabet if symbol is not anything_else)
-    ranges = {
-        key: regex.ranges_of(
-            pair
-            for symbol in symbols
-            for pair in (regex.complement(listed) if symbol is anything_else else [(ord(symbol), ord(symbol))])
-        )
-        for key, symbols in machine.alphabet.by_transition.items()
-    }
-    edges: dict[Any, dict[Any, Node]] = {"end": {}}
+    others = complement(_characters(machine.alphabet))
+    ranges: dict[Any, Ranges] = {}
+    for key, symbols in machine.alphabet.by_transition.items():
+        ranges[key] = _characters(symbols)
+        if anything_else in symbols:
+            ranges[key] += others
+    edges: _Edges = {"end": {}}
     for state in machine.states:
-        pairs: dict[Any, list[tuple[int, int]]] = {}
+        pairs: dict[Any, list[Interval]] = {}
         for key, target in machine.map.get(state, {}).items():
             pairs.setdefault(target, []).extend(ranges[key])
-        edges[state] = {target: Chars(regex.ranges_of(codes)) for target, codes in pairs.items() if codes}
+        edges[state] = {target: Chars(ranges_of(codes)) for target, codes in pairs.items() if codes}
     for state in machine.finals:
         edges[state]["end"] = EMPTY
     return _without_states(edges, machine.initial)
 
 
-def _without_states(edges: dict[Any, dict[Any, Node]], start: Any) -> Node:
+def _characters(symbols: Iterable[Any]) -> Ranges:
+    """Return the code points of symbols of an automaton, without its symbol for any other character."""
+    return points(ord(symbol) for symbol in symbols if symbol is not anything_else)
+
+
+def _without_states(edges: _Edges, start: Any) -> Node:
     """Return the regex of the texts from `start` to "end". Eliminate the states in between, the furthest first."""
     edges["start"] = {start: EMPTY}
     order = ["start"]
@@ -73,19 +94,16 @@ def _without_states(edges: dict[Any, dict[Any, Node]], start: Any) -> Node:
         if state in ("start", "end"):
             continue
         onward = edges.pop(state)
-        loop = onward.pop(state, None)
-        if loop is None:
-            around = []
-        else:
-            around = [regex.repeat(loop, 0, None)]
+        loops = repeat(onward.pop(state, EMPTY), 0, None)
         for source, targets in edges.items():
-            before = targets.pop(state, None)
-            for target, after in onward.items() if before is not None else ():
-                path = regex.sequence([before, *around, after] if before is not None else [])
+            if state not in targets:
+                continue
+            before = targets.pop(state)
+            for target, after in onward.items():
+                path = sequence([before, loops, after])
                 if target in targets:
-                    targets[target] = regex.choice([targets[target], path])
-                else:
-                    targets[target] = path
+                    path = choice([targets[target], path])
+                targets[target] = path
                 passed = ((source, state), (state, state), (state, target), (source, target))
                 sizes[source, target] = sum(sizes.get(edge, 0) for edge in passed)
                 if sizes[source, target] > 20_000:

@@ -32,14 +32,16 @@ from guided.regex.tree import (
     EMPTY,
     UNIVERSE,
     Chars,
+    Interval,
     Node,
     Ranges,
     choice,
     complement,
     intersection,
+    members,
+    points,
     ranges_of,
     render,
-    render_range,
     repeat,
     sequence,
 )
@@ -61,10 +63,19 @@ _REFUSED_MEMBERS = {
     r"\[[:.=]\^?\w+[:.=]$": ("a POSIX class", "which dialects read differently: write one such as [a-z] or \\p{L}"),
     r"&&\[": ("'&&' between classes", "which only Rust reads as an intersection"),
 }
-_ECMA_LINES: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
-_ECMA_SPACES: Ranges = (
-    *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
-    *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+_REFUSED_OPERATIONS = {
+    "ASSERT": "lookaround",
+    "ASSERT_NOT": "negative lookaround",
+    "GROUPREF": "a backreference",
+    "GROUPREF_EXISTS": "a conditional group",
+    "ATOMIC_GROUP": "an atomic group",
+    "POSSESSIVE_REPEAT": "a possessive quantifier",
+}
+"""Operations of Python's parser that no token mask can enforce."""
+_LINE_FEED = points(b"\n")
+_ECMA_LINES = points(map(ord, "\n\r\u2028\u2029"))
+_ECMA_SPACES = ranges_of(
+    [(0x09, 0x0D), (0x2000, 0x200A), *points(map(ord, " \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"))]
 )
 
 
@@ -79,10 +90,9 @@ def parse(pattern: str, *, param: str = "regex", lookaheads: bool = True) -> Nod
         UnsupportedConstraint: other lookaround, backreferences, possessive groups, anchors in the middle, ...
     """
     reader = _Translator(pattern, param)
-    parsed = reader.parse()
     if lookaheads and re.search(r"\(\?[=!]", pattern) and r"\Z" not in pattern:
-        return _search(parsed, parsed.state.flags, reader, whole=True)
-    return reader.sequence(parsed, parsed.state.flags, start=True, end=True)
+        return reader.search(reader.items, whole=True)
+    return reader.sequence(reader.items, reader.flags, start=True, end=True)
 
 
 @lru_cache(maxsize=256)
@@ -92,48 +102,15 @@ def parse_search(pattern: str) -> Node:
     Raises the errors of `parse`.
     """
     reader = _Translator(pattern, "json_schema", ecma=True)
-    parsed = reader.parse()
-    return _search(parsed, parsed.state.flags, reader)
+    return reader.search(reader.items)
 
 
 def width(node: Node) -> tuple[int, int | None]:
     """Return the minimum and maximum number of characters of a match (None: unbounded)."""
     low, high = _sre.parse(render(node)).getwidth()
-    return low, None if high >= _sre.MAXREPEAT else high
-
-
-def _search(parsed: Any, flags: int, reader: _Translator, *, whole: bool = False) -> Node:
-    """Return all texts that contain a match, or that match as a whole (`whole`)."""
-    items = list(parsed)
-    if (
-        items and str(items[-1][0]) == "BRANCH"
-    ):  # the parser has moved the common prefix of all alternatives before the branch
-        options = items[-1][1][1]
-        return choice(_search([*items[:-1], *option], flags, reader, whole=whole) for option in options)
-    if whole and not _anchored(items, 0, "AT_BEGINNING"):
-        items = [*_sre.parse("^"), *items]
-    if ahead := _lookaheads(items):
-        parts = [(str(operation) == "ASSERT_NOT", inner) for operation, (_, inner) in ahead]
-        conditions = [(negated, _search([items[0], *inner], flags, reader)) for negated, inner in parts]
-        rest = [items[0], *items[1 + len(ahead) :]]
-        machine = automaton.of(_search(rest, flags, reader, whole=whole))
-        for negated, condition in conditions:
-            if negated:
-                machine = machine - automaton.of(condition)
-            else:
-                machine = machine & automaton.of(condition)
-        return automaton.texts(machine)
-    start = _anchored(items, 0, "AT_BEGINNING")
-    end = whole or _anchored(items, -1, "AT_END")
-    node = reader.sequence(items, flags, start=start, end=end)
-    anything = repeat(Chars(UNIVERSE), 0, None)
-    after = anything
-    if end:  # outside of ECMA-262, `$` also matches before a line break at the end
-        if whole or reader.ecma:
-            after = EMPTY
-        else:
-            after = repeat(Chars(((10, 10),)), 0, 1)
-    return sequence([EMPTY if start else anything, node, after])
+    if high >= _sre.MAXREPEAT:
+        return low, None
+    return low, high
 
 
 def _lookaheads(items: list[Any]) -> list[Any]:
@@ -168,9 +145,43 @@ class _Translator:
         self._name = f"the regex {bounded(pattern, 120)!r}"
         self._pattern = pattern
         self._param = param
-        self.ecma = ecma
+        self._ecma = ecma
+        parsed = self._parse()
+        self.items: list[Any] = list(parsed)
+        """The operations of Python's parser."""
+        self.flags: int = parsed.state.flags
 
-    def parse(self) -> Any:
+    def search(self, items: list[Any], *, whole: bool = False) -> Node:
+        """Return all texts that contain a match of `items`, or that match as a whole (`whole`)."""
+        if items and str(items[-1][0]) == "BRANCH":
+            # The parser has moved the common prefix of all alternatives before the branch.
+            options = items[-1][1][1]
+            return choice(self.search([*items[:-1], *option], whole=whole) for option in options)
+        if whole and not _anchored(items, 0, "AT_BEGINNING"):
+            items = [*_sre.parse("^"), *items]
+        lookaheads = _lookaheads(items)
+        if lookaheads:
+            rest = [items[0], *items[1 + len(lookaheads) :]]
+            machine = automaton.of(self.search(rest, whole=whole))
+            for operation, (_, inner) in lookaheads:
+                condition = automaton.of(self.search([items[0], *inner]))
+                if str(operation) == "ASSERT_NOT":
+                    machine = machine - condition
+                else:
+                    machine = machine & condition
+            return automaton.texts(machine)
+        start = _anchored(items, 0, "AT_BEGINNING")
+        end = whole or _anchored(items, -1, "AT_END")
+        before = after = repeat(Chars(UNIVERSE), 0, None)
+        if start:
+            before = EMPTY
+        if whole or (end and self._ecma):
+            after = EMPTY
+        elif end:  # outside of ECMA-262, `$` also matches before a line break at the end
+            after = repeat(Chars(_LINE_FEED), 0, 1)
+        return sequence([before, self.sequence(items, self.flags, start=start, end=end), after])
+
+    def _parse(self) -> Any:
         """Return the list of operations of Python's parser."""
         rewritten = _TOKEN.sub(self._rewritten, self._pattern)
         # Maximum length of a rewritten pattern: `\p{L}` takes 13,000.
@@ -181,8 +192,9 @@ class _Translator:
                 warnings.simplefilter("ignore")  # "possible nested set": the meaning stays that of `re`
                 return _sre.parse(rewritten)
         except re.error as error:
-            why = error if rewritten == self._pattern else error.msg  # without the position in `rewritten`
-            raise self._invalid(f"is malformed: {why}") from None
+            if rewritten == self._pattern:
+                raise self._invalid(f"is malformed: {error}") from None
+            raise self._invalid(f"is malformed: {error.msg}") from None  # without the position in `rewritten`
         except (OverflowError, RecursionError, ValueError) as error:  # contradictory flags raise a ValueError
             raise self._invalid(f"can't be read: {error}") from None
 
@@ -193,13 +205,14 @@ class _Translator:
         for syntax, (what, why) in _REFUSED_MEMBERS.items():
             if re.search(syntax, match["members"]):
                 raise self._unsupported(what, why)
-        members = _IN_CLASS.sub(lambda inner: self._rewritten_escape(inner, in_class=True), match["members"])
-        return f"[{match['not']}{members}{match['end']}"
+        inside = _IN_CLASS.sub(lambda inner: self._rewritten_escape(inner, in_class=True), match["members"])
+        return f"[{match['not']}{inside}{match['end']}"
 
     def _rewritten_escape(self, match: re.Match[str], *, in_class: bool) -> str:
         text = match[0]
         if match["code"]:
-            if (code := int(match["code"], 16)) > 0x10FFFF:
+            code = int(match["code"], 16)
+            if code > 0x10FFFF:
                 raise self._invalid(f"contains the code point {code:#x}")
             return f"\\U{code:08x}"
         if match["high"]:
@@ -209,29 +222,28 @@ class _Translator:
         if match["sign"]:
             name = match["property"] or match["letter"]
             try:
-                members = _members_of_property(name.strip(), match["sign"] == "P")
+                inside = _members_of_property(name.strip(), match["sign"] == "P")
             except unicode_regex.error:
                 raise self._invalid(f"contains \\p{{{bounded(name, 60)}}}, which is no Unicode property") from None
             if in_class:
-                return members
-            return f"[{members}]"
+                return inside
+            return f"[{inside}]"
         if match["control"]:
             return f"\\x{ord(match['control']) & 31:02x}"
         if match["reference"]:
             raise self._unsupported(f"a backreference ({bounded(text, 40)})")
-        if text == r"\z" and not self.ecma and not in_class:
+        if text == r"\z" and not self._ecma and not in_class:
             return r"\Z"
         if match["group"] and not in_class:
             return "("
         return text
 
-    def sequence(self, parsed: Any, flags: int, *, start: bool, end: bool) -> Node:
+    def sequence(self, items: Any, flags: int, *, start: bool, end: bool) -> Node:
         """Return the node for a list of operations.
 
         Args:
             start, end: whether no text can precede or follow. Anchors have no effect there and are dropped.
         """
-        items = list(parsed)
         nodes: list[Node] = []
         for index, (operation, argument) in enumerate(items):
             first = start and all(node == EMPTY for node in nodes)
@@ -244,11 +256,12 @@ class _Translator:
             case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
                 return self._chars(operation, argument, flags)
             case "AT":
-                if not str(argument).startswith(("AT_BEGINNING", "AT_END")):
-                    raise self._unsupported("a word boundary")
-                if self.ecma and str(argument).endswith("_STRING"):
+                place = str(argument)
+                if self._ecma and place.endswith("_STRING"):
                     raise self._unsupported(r"'\A' or '\Z'", "which is a letter in ECMA-262: write ^ or $")
-                if not (start if str(argument).startswith("AT_BEGINNING") else end):
+                if "BOUNDARY" in place:
+                    raise self._unsupported("a word boundary")
+                if not (start and place.startswith("AT_BEGINNING")) and not (end and place.startswith("AT_END")):
                     raise self._unsupported("an anchor in the middle")
                 return EMPTY
             case "BRANCH":
@@ -260,38 +273,35 @@ class _Translator:
                 low, high, inner = argument
                 once = high == 1
                 node = self.sequence(inner, flags, start=start and once, end=end and once)
-                return repeat(node, int(low), None if high is _sre.MAXREPEAT else int(high))
-        names = {
-            "ASSERT": "lookaround",
-            "ASSERT_NOT": "negative lookaround",
-            "GROUPREF": "a backreference",
-            "GROUPREF_EXISTS": "a conditional group",
-            "ATOMIC_GROUP": "an atomic group",
-            "POSSESSIVE_REPEAT": "a possessive quantifier",
-        }
-        raise self._unsupported(names.get(operation, operation))
+                if high is _sre.MAXREPEAT:
+                    return repeat(node, int(low), None)
+                return repeat(node, int(low), int(high))
+        raise self._unsupported(_REFUSED_OPERATIONS[operation])
 
     def _chars(self, operation: str, argument: Any, flags: int) -> Node:
+        if operation == "ANY" and flags & re.DOTALL:
+            return Chars(UNIVERSE)
+        if operation == "ANY" and self._ecma:
+            return Chars(complement(_ECMA_LINES))
         if operation == "ANY":
-            return Chars(UNIVERSE if flags & re.DOTALL else complement(_ECMA_LINES if self.ecma else ((10, 10),)))
-        if operation == "IN":
-            members = argument
-        else:
-            members = [("LITERAL", argument)]
-        pairs: list[tuple[int, int]] = []
+            return Chars(complement(_LINE_FEED))
+        parts = argument
+        if operation != "IN":
+            parts = [("LITERAL", argument)]
+        pairs: list[Interval] = []
         negated = operation == "NOT_LITERAL"
-        for kind, value in members:
+        for kind, value in parts:
             match str(kind):
                 case "NEGATE":
                     negated = True
                 case "LITERAL":
                     pairs.append((value, value))
                 case "RANGE":
-                    pairs.append((value[0], value[1]))
+                    pairs.append(value)
                 case "CATEGORY":
-                    pairs.extend(_category(str(value), bool(flags & re.ASCII) or self.ecma, self.ecma))
+                    pairs.extend(_category(str(value), bool(flags & re.ASCII), self._ecma))
         ranges = ranges_of(pairs)
-        if flags & re.IGNORECASE:
+        if ranges and flags & re.IGNORECASE:
             ranges = _fold(ranges, flags)
         if negated:
             ranges = complement(ranges)
@@ -310,9 +320,8 @@ class _Translator:
 
 def _fold(ranges: Ranges, flags: int) -> Ranges:
     """Add the characters that are equal to one of `ranges` under IGNORECASE."""
-    members = "".join(render_range(low, high) for low, high in ranges)
-    equal = re.findall(f"[{members}]", _cased(), flags & (re.IGNORECASE | re.ASCII)) if members else ()
-    return ranges_of([*ranges, *((ord(character), ord(character)) for character in equal)])
+    equal = re.findall(f"[{members(ranges)}]", _cased(), flags & (re.IGNORECASE | re.ASCII))
+    return ranges_of([*ranges, *points(map(ord, equal))])
 
 
 @cache
@@ -323,13 +332,18 @@ def _category(name: str, ascii_only: bool, ecma: bool) -> Ranges:
     if ecma and name == "CATEGORY_SPACE":
         return _ECMA_SPACES
     letter = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w"}[name]
-    return _runs(re.finditer(f"{letter}+", _every_character(), re.ASCII if ascii_only else 0))
+    if ascii_only or ecma:
+        letter = f"(?a:{letter})"
+    return _runs(re.finditer(f"{letter}+", _every_character()))
 
 
 @lru_cache(maxsize=64)
 def _members_of_property(name: str, negated: bool) -> str:
     """Return the members of a class with the code points of a property, or with surrogates if there are none."""
-    matching = unicode_regex.compile(rf"\{'P' if negated else 'p'}{{{name}}}+")
+    sign = "p"
+    if negated:
+        sign = "P"
+    matching = unicode_regex.compile(rf"\{sign}{{{name}}}+")
     runs = _runs(matching.finditer(_every_character()))
     if not negated:
         runs = intersection(runs, _assigned())
@@ -349,11 +363,7 @@ def _every_character() -> str:
 @cache
 def _assigned() -> Ranges:
     """Return the characters of Python's version of Unicode. Readers of the output may not know newer characters."""
-    kinds = "".join(map(unicodedata.category, _every_character()))  # two letters each
-    runs = (match.span() for match in re.finditer("(?:Cn)+", kinds))
-    return complement(
-        ranges_of((ord(_every_character()[a // 2]), ord(_every_character()[b // 2 - 1])) for a, b in runs)
-    )
+    return points(ord(character) for character in _every_character() if unicodedata.category(character) != "Cn")
 
 
 @cache

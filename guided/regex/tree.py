@@ -1,6 +1,6 @@
 """Regular expressions as trees, and as text in a common subset that all grammar libraries read in the same way.
 
-The libraries differ in `\\d`, `.` and anchors. A pattern is therefore parsed into a small tree (`regex_parser.py`) and
+The libraries differ in `\\d`, `.` and anchors. A pattern is therefore parsed into a small tree (`parser.py`) and
 written in the common subset: literals, classes of code point ranges, groups, alternatives, repetitions.
 """
 
@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-Ranges = tuple[tuple[int, int], ...]
-"""Code points as inclusive ranges: ascending, disjoint, not adjacent."""
+Interval = tuple[int, int]
+"""The first and the last code point of a range."""
+Ranges = tuple[Interval, ...]
+"""Code points as ranges: ascending, disjoint, not adjacent."""
 
 UNIVERSE: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 """All code points that UTF-8 can encode."""
@@ -49,16 +51,22 @@ class Repeat:
 
 Node = Chars | Concatenation | Choice | Repeat
 EMPTY = Concatenation(())
+_COUNTS = {(0, None): "*", (1, None): "+", (0, 1): "?"}
 
 
 def literal(text: str) -> Node:
     """Return a node that matches exactly `text`."""
-    return sequence(Chars(((ord(character), ord(character)),)) for character in text)
+    return sequence(Chars(points([ord(character)])) for character in text)
 
 
-def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
+def points(codes: Iterable[int]) -> Ranges:
+    """Return single code points as ranges. Drop surrogates."""
+    return ranges_of((code, code) for code in codes)
+
+
+def ranges_of(pairs: Iterable[Interval]) -> Ranges:
     """Sort and merge ranges. Drop surrogates."""
-    merged: list[tuple[int, int]] = []
+    merged: list[Interval] = []
     for low, high in sorted(pairs):
         if merged and low <= merged[-1][1] + 1:
             merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
@@ -75,7 +83,7 @@ def intersection(left: Ranges, right: Ranges) -> Ranges:
 
 def complement(ranges: Ranges) -> Ranges:
     """Return all code points that are not in `ranges`."""
-    gaps: list[tuple[int, int]] = []
+    gaps: list[Interval] = []
     start = 0
     for low, high in ranges:
         if low > start:
@@ -107,7 +115,10 @@ def sequence(items: Iterable[Node]) -> Node:
     """Return `items` in order as one node."""
     flat: list[Node] = []
     for item in items:
-        flat.extend(item.items if isinstance(item, Concatenation) else [item])
+        if isinstance(item, Concatenation):
+            flat += item.items
+        else:
+            flat.append(item)
     if len(flat) == 1:
         return flat[0]
     return Concatenation(tuple(flat))
@@ -149,11 +160,12 @@ def render(node: Node) -> str:
                 inner = render(item)
             else:
                 inner = f"(?:{render(item)})"
-            if low == high:
+            counts = f"{{{low},{high}}}"
+            if high is None:
+                counts = f"{{{low},}}"
+            elif low == high:
                 counts = f"{{{low}}}"
-            else:
-                counts = f"{{{low},{'' if high is None else high}}}"
-            return inner + {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), counts)
+            return inner + _COUNTS.get((low, high), counts)
 
 
 def _render_chars(ranges: Ranges) -> str:
@@ -162,8 +174,9 @@ def _render_chars(ranges: Ranges) -> str:
     if ranges == UNIVERSE:
         return r"(?:[^\n]|\n)"
     rest = complement(ranges)
-    inner, sign = (across_surrogates(rest), "^") if count(rest) < count(ranges) else (ranges, "")
-    return f"[{sign}{''.join(render_range(low, high) for low, high in inner)}]"
+    if count(rest) < count(ranges):
+        return f"[^{members(across_surrogates(rest))}]"
+    return f"[{members(ranges)}]"
 
 
 def across_surrogates(ranges: Ranges) -> Ranges:
@@ -174,7 +187,12 @@ def across_surrogates(ranges: Ranges) -> Ranges:
     return ranges
 
 
-def render_range(low: int, high: int) -> str:
+def members(ranges: Ranges) -> str:
+    """Write ranges as the members of a class."""
+    return "".join(_range(low, high) for low, high in ranges)
+
+
+def _range(low: int, high: int) -> str:
     first = _escape(low, r"\[]^-&~|")
     last = _escape(high, r"\[]^-&~|")
     if low == high:

@@ -18,14 +18,14 @@ from jsonschema_rs.canonical import Satisfiability
 from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.json_text import JsonObject
 from guided.schema.graph import children
-from guided.schema.keywords import MISSPELT, OTHERS, at, listed, types_of
+from guided.schema.keywords import KEYWORDS, Schema, at, listed, types_of
 from guided.schema.numbers import numbers_of
 from guided.schema.validation import PATTERNS, Validator
 
-KEYWORDS = {*MISSPELT, *OTHERS}
-_CLOSING = ("propertyNames", "additionalProperties")
-_PLAIN = {"type", "properties", "required", "minProperties", "maxProperties", *_CLOSING}
+CLOSING = ("propertyNames", "additionalProperties")
+_PLAIN = {"type", "properties", "required", "minProperties", "maxProperties", *CLOSING}
 FRACTIONS = {"type": "number", "not": {"multipleOf": 1}}
 """What the library adds to other types for a value of another alternative of `oneOf`. No library enforces it."""
 _MAX_PARTS = 120
@@ -63,15 +63,12 @@ class Alternatives:
                 raise UnsupportedConstraint("the schema has too many alternatives")
             whole = {**self._definitions, "allOf": [self.unfolded(part) for part in parts]}
             form = canonicalize(whole, self._draft)
-            is_empty = form.satisfiability() == Satisfiability.NO
-            if is_empty:
-                schema = False
-            else:
+            schema: Schema = False
+            if form.satisfiability() != Satisfiability.NO:
                 schema = json.loads(to_string(form.to_json_schema()))
             if schema is True:
-                self._forms[key] = {}
-            else:
-                self._forms[key] = without_frame(self._filtered(schema))
+                schema = {}
+            self._forms[key] = without_frame(self._filtered(schema))
         return self._forms[key]
 
     def _filtered(self, schema: Any) -> Any:
@@ -81,9 +78,7 @@ class Alternatives:
         for values in filter(None, map(_values, [schema, *schema["allOf"]])):
             validator = Validator({**schema, "$schema": self._draft})
             kept = [value for value in values if validator.violation(value) is None]
-            if kept:
-                return {"enum": kept}
-            return False
+            return bool(kept) and {"enum": kept}
         return schema
 
     def of(self, schema: Any, context: Any = True, *, exclusive: bool = True) -> list[Any]:
@@ -98,12 +93,6 @@ class Alternatives:
         schema = without_frame(self.unfolded(schema))
         if schema is True:
             schema = {}
-        if isinstance(schema, dict) and "oneOf" in schema and len(schema) > 1:
-            siblings = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
-            inner = self.merged([siblings] if context is True else [siblings, context])
-            if inner is False:
-                return []
-            return self.of({"oneOf": schema["oneOf"]}, inner, exclusive=exclusive)
         match schema:
             case {"oneOf": parts} if len(schema) == 1 and exclusive:
                 return list(self._exclusive(parts, context))
@@ -111,9 +100,9 @@ class Alternatives:
                 return [inner for part in parts for inner in self.of(part, context, exclusive=exclusive)]
             case {"allOf": parts} if len(schema) == 1:
                 whole = self.merged([*parts, context])
-                if isinstance(whole, bool) or "allOf" not in whole:
-                    if whole is False:
-                        return []
+                if whole is False:
+                    return []
+                if "allOf" not in whole:
                     return [whole]
                 contexts = [context]
                 for part in parts:
@@ -156,7 +145,7 @@ class Alternatives:
             raise UnsupportedConstraint("the alternatives of 'oneOf' can't be told apart")
         return rest
 
-    def _is_apart(self, alternative: dict[str, Any], other: dict[str, Any]) -> bool:
+    def _is_apart(self, alternative: JsonObject, other: JsonObject) -> bool:
         """Return whether one is an object, and the other is none or lists other values of a required property."""
         if types_of(alternative) != {"object"}:
             return False
@@ -169,14 +158,15 @@ class Alternatives:
                 return True
         return False
 
-    def _strings(self, schema: dict[str, Any], name: str) -> set[str]:
+    def _strings(self, schema: JsonObject, name: str) -> set[str]:
         """Return the listed values of a property; none if one of them is no string."""
-        values = listed(self.unfolded(schema.get("properties", {}).get(name, True))) or ()
-        if all(isinstance(value, str) for value in values):
-            return set(values)
-        return set()
+        values = listed(self.unfolded(schema.get("properties", {}).get(name, True))) or []
+        texts = {value for value in values if isinstance(value, str)}
+        if len(texts) < len(values):
+            return set()
+        return texts
 
-    def _excluding(self, alternative: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    def _excluding(self, alternative: JsonObject, other: JsonObject) -> JsonObject:
         """Return a schema that excludes the values of `other` from `alternative`.
 
         It may exclude more: values with properties that `other` requires, and `alternative` does not name.
@@ -194,13 +184,12 @@ class Alternatives:
         parts = {name: named.get(name, rest) for name in sorted(names)}
         differing = {name: self.unfolded(part) for name, part in parts.items() if part != properties.get(name, True)}
         closed = listed(alternative.get("propertyNames", True))
-        if closed is None:
-            is_exact = rest is True and names.issuperset(named)
-        else:
+        is_exact = rest is True and names.issuperset(named)
+        if closed is not None:
             is_exact = names.issuperset(closed)
         if not is_exact and names.issuperset(other.get("required", ())):
             return {"not": other}
-        kept = {keyword: value for keyword, value in other.items() if keyword not in _CLOSING}
+        kept = {keyword: value for keyword, value in other.items() if keyword not in CLOSING}
         return {"not": {**kept, "properties": differing}}
 
 
@@ -213,7 +202,7 @@ def _values(schema: Any) -> list[Any] | None:
     return listed(schema)
 
 
-def canonicalize(schema: dict[str, Any], draft: str) -> CanonicalSchema:
+def canonicalize(schema: JsonObject, draft: str) -> CanonicalSchema:
     """Return the library's form of a schema. Raises InvalidConstraint if the library does not take it."""
     try:
         return jsonschema_rs.canonicalize(

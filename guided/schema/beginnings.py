@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import regex
 
 from guided.errors import ConstraintNotMet
-from guided.schema.graph import NAMED, Node, SchemaGraph
-from guided.schema.keywords import Schema
+from guided.schema.graph import NAMED, PARTS, Node, SchemaGraph
+from guided.schema.keywords import Schema, as_object
 from guided.schema.validation import Validator, described, keyword_of
 
 if TYPE_CHECKING:
@@ -25,20 +25,29 @@ if TYPE_CHECKING:
 Path = list[str | int]
 Place = Literal["first", "string", "value", "key"]
 """A place in a document: after the first character of a value, within a string, after a value, or after a key."""
-_PARTS = (
-    *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "contains"),
-    *("items", "prefixItems", "additionalItems", "unevaluatedItems"),
-)
-"""Keywords with subschemas for members and items."""
 _FINAL = ("maxItems", "maxProperties", "propertyNames", "additionalProperties", "type")
 """Keywords that an open object or array violates for ever."""
-_SHALLOW = frozenset(
-    (
-        *("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"),
-        *("minLength", "maxLength", "pattern", "format", "minProperties", "maxProperties", "propertyNames"),
-        *("uniqueItems", "minItems", "contains", "minContains", "maxContains"),
-    )
-)
+_SHALLOW = {
+    "multipleOf",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "const",
+    "enum",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "minProperties",
+    "maxProperties",
+    "propertyNames",
+    "uniqueItems",
+    "minItems",
+    "contains",
+    "minContains",
+    "maxContains",
+}
 """Keywords that are violated, for ever, by a whole value only, by a key, or by a whole member or item."""
 _UNSAFE = re.compile(r"\(\?<?!.*(?:\$|\\[bB])|\\[pPs]", re.DOTALL)
 """Matches patterns of which a partial match can't be trusted: a negative lookaround sees the end of the text, or there
@@ -79,12 +88,8 @@ class Beginnings:
     """
 
     def __init__(self, schema: Schema, checked: Collection[str], place: str = "") -> None:
-        self.validator = Validator(schema)
-        """Of whole documents."""
-        if isinstance(schema, dict):
-            self._schema = schema
-        else:
-            self._schema = {}
+        self._validator = Validator(schema)
+        self._schema = as_object(schema)
         self._places = checked
         self._place = place
         self.below = lru_cache()(self._below)
@@ -135,15 +140,22 @@ class Beginnings:
         if path is not None:
             path = [int(key) if isinstance(key, str) and _INDEX.fullmatch(key) else key for key in path]
         try:
-            errors = self.validator.errors(document)
+            errors = self._validator.errors(document)
             error = next((error for error in errors if _is_final(error, path, place)), None)
         except (ValueError, RecursionError):
             return None  # the validation at the end says so
         if error is None:
             return None
-        return self.located(described(error))
+        return self._located(described(error))
 
-    def located(self, error: ConstraintNotMet) -> ConstraintNotMet:
+    def violation(self, document: Any) -> ConstraintNotMet | None:
+        """Return why a whole document violates the schema; None if it satisfies it."""
+        violation = self._validator.violation(document)
+        if violation is None:
+            return None
+        return self._located(violation)
+
+    def _located(self, error: ConstraintNotMet) -> ConstraintNotMet:
         """Return an error about the schema with its pointer in the structural tag."""
         if self._place:
             error.param = "structural_tag"
@@ -189,7 +201,7 @@ def _depends(error: ValidationError, path: Path) -> bool:
     for step in steps:
         if step in ("then", "else") and error.instance_path[:depth] == path[:depth]:
             return True
-        depth += step in _PARTS
+        depth += step in PARTS and step != "propertyNames"
         if step in NAMED:
             next(steps, None)  # a name
     return False

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 from jsonschema_rs import CanonicalSchema
@@ -24,15 +24,15 @@ from jsonschema_rs.canonical import Satisfiability, UnsatisfiableReason, find_un
 from jsonschema_rs.canonical.json import to_string
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint
+from guided.json_text import JsonObject
 from guided.schema import string_pattern
-from guided.schema.alternatives import FRACTIONS, KEYWORDS, Alternatives, canonicalize, without_frame
+from guided.schema.alternatives import CLOSING, FRACTIONS, Alternatives, canonicalize, without_frame
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph
-from guided.schema.keywords import COMPOUND, Schema, listed, shortened
+from guided.schema.keywords import COMPOUND, KEYWORDS, Schema, as_object, listed, shortened
 from guided.schema.origin import Origin
 from guided.schema.validation import PATTERNS, draft_of
 
-_OPEN = ("additionalProperties", "propertyNames")
 _ROOT = "guided-root"
 """Name of the definition for the whole schema."""
 _MAX_CHARACTERS = 300_000
@@ -56,10 +56,7 @@ def canonical(schema: Schema | str, *, open_objects: bool | None = None) -> Cano
 
 @lru_cache(maxsize=4)  # each backend that is tried asks for it
 def _form(text: str, open_objects: bool | None) -> CanonicalForm:
-    document = json.loads(text)
-    if isinstance(document, bool):
-        document = {} if document else {"not": {}}
-    return CanonicalForm(document, open_objects=open_objects)
+    return CanonicalForm(as_object(json.loads(text)), open_objects=open_objects)
 
 
 class CanonicalForm:
@@ -74,7 +71,7 @@ class CanonicalForm:
         InvalidConstraint: no value satisfies the schema, or the library does not take it.
     """
 
-    def __init__(self, document: dict[str, Any], *, open_objects: bool | None = None) -> None:
+    def __init__(self, document: JsonObject, *, open_objects: bool | None = None) -> None:
         self._open_objects = open_objects
         self._draft = draft_of(document)
         self._graph = SchemaGraph(document)
@@ -91,18 +88,17 @@ class CanonicalForm:
         self.definitions: dict[str, Schema] = {}
         self.root = self._read(self._library, Origin.of(self._graph, [self._graph.root]))
 
-    def _form(self, document: dict[str, Any]) -> Any:
+    def _form(self, document: JsonObject) -> Any:
         """Return the library's form of the document."""
         empty: list[Any] = []
 
-        def replaced(part: dict[str, Any]) -> dict[str, Any]:
+        def replaced(part: JsonObject) -> JsonObject:
             if not string_pattern.is_empty(part):
                 return part
             empty.append(part)
             return {"not": {}}
 
-        form = self._checked(document)
-        text = to_string(form.to_json_schema())  # with Python's usual numbers once it is read
+        text = to_string(self._checked(document).to_json_schema())  # with Python's usual numbers once it is read
         if len(text) > _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document)):
             raise ConstraintTooLarge("the alternatives of the schema multiply: it has too many", param="json_schema")
         schema = json.loads(text, object_hook=replaced)
@@ -114,7 +110,7 @@ class CanonicalForm:
             schema["$defs"] = {**schema.get("$defs", {}), _ROOT: without_frame(schema)}
         return schema
 
-    def _checked(self, document: dict[str, Any]) -> CanonicalSchema:
+    def _checked(self, document: JsonObject) -> CanonicalSchema:
         """Return the library's form of the document, which has values."""
         root = self._graph.root.schema
         try:
@@ -126,19 +122,19 @@ class CanonicalForm:
             reasons = find_unsatisfiable(root, validate_formats=True, pattern_options=PATTERNS, offline=True)
             # A subschema that is `false` is meant to be.
             conflicts = (at for at, reason in reasons.items() if not isinstance(reason, UnsatisfiableReason.Literal))
+            place = ""
             if "" in reasons:
                 place = max(conflicts, key=len, default="")
-            else:
-                place = ""
             raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer=shortened(place))
         return form
 
     def _excludes_numbers(self, node: Node) -> bool:
         """Return whether a subschema may exclude integers and leave other numbers."""
+        if "not" in node.schema or "if" in node.schema:
+            return True
         parts = [child for keyword, child in node.same if keyword == "oneOf"]
-        texts = [json.dumps(part.schema.get("type")) for part in Origin.of(self._graph, parts).nodes]
-        has_numbers = any("integer" in text or "number" in text for text in texts)
-        return has_numbers or "not" in node.schema or "if" in node.schema
+        types = [str(part.schema.get("type")) for part in Origin.of(self._graph, parts).nodes]
+        return any("integer" in text or "number" in text for text in types)
 
     def _bad_pattern(self) -> str:
         """Return the pointer of a pattern that the library does not take; that of the root if there is none."""
@@ -151,15 +147,16 @@ class CanonicalForm:
         return ""
 
     def pointers(self, schema: Schema, keyword: str) -> Iterator[str]:
-        """Yield where in the schema as sent `keyword` of a subschema may come from: JSON pointers, at least one."""
-        known = self._origins.get(id(schema))
-        yield from [""] if known is None else known[1].pointers(keyword)
+        """Iterate over the JSON pointers in the schema as sent from which `keyword` may come: at least one."""
+        if id(schema) not in self._origins:
+            return iter([""])
+        return self._origins[id(schema)][1].pointers(keyword)
 
-    def target(self, schema: dict[str, Any]) -> Schema:
+    def target(self, schema: JsonObject) -> Schema:
         """Return the target of a `$ref`."""
         return self.definitions[schema["$ref"].removeprefix("#/$defs/")]
 
-    def copied(self, schema: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    def copied(self, schema: JsonObject, changed: JsonObject) -> JsonObject:
         """Return `changed`, which comes from where `schema` does."""
         if id(schema) in self._origins:
             self._origins[id(changed)] = (changed, self._origins[id(schema)][1])
@@ -174,21 +171,22 @@ class CanonicalForm:
         """
         if isinstance(schema, bool) or schema.keys().isdisjoint(KEYWORDS):
             return schema is not False
-        if schema.get("not") in ({}, True):
-            return False
         if "allOf" in schema or "oneOf" in schema:
             return self._merged(schema, origin, is_part)
         return self._read_keywords(schema, origin, is_part)
 
-    def _read_keywords(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
-        read: dict[str, Any] = {}
+    def _read_keywords(self, schema: JsonObject, origin: Origin, is_part: bool) -> Schema:
+        read: JsonObject = {}
         keywords = schema.keys() & KEYWORDS
         inner = is_part or len(keywords) > 1 or "allOf" in keywords
         for keyword, value in schema.items():
             if keyword in keywords:
                 read |= self._keyword(schema, keyword, value, origin, inner)
-        if read.keys() == {"anyOf"} and len(read["anyOf"]) < 2:
-            return read["anyOf"][0] if read["anyOf"] else False
+        match read:
+            case {"anyOf": []}:
+                return False
+            case {"anyOf": [alternative]} if len(read) == 1:
+                return cast("Schema", alternative)
         if read.get("format", "date") not in FORMATS:
             del read["format"]  # an annotation
         result = _apart(_in_order(_closed(read), origin))
@@ -199,9 +197,7 @@ class CanonicalForm:
             self._origins.setdefault(id(part), (part, origin))
         return result
 
-    def _keyword(
-        self, schema: dict[str, Any], keyword: str, value: Any, origin: Origin, is_part: bool
-    ) -> dict[str, Any]:
+    def _keyword(self, schema: JsonObject, keyword: str, value: Any, origin: Origin, is_part: bool) -> JsonObject:
         """Return one keyword of a subschema in draft 2020-12; nothing if another one says the same."""
         match keyword:
             case "$ref" if not value.startswith("#/"):
@@ -218,8 +214,8 @@ class CanonicalForm:
             case "properties":
                 return {keyword: {name: self._read(part, origin.property(name)) for name, part in value.items()}}
             case "patternProperties" | "dependentSchemas":
-                origins = {name: origin.part(keyword, name=name) for name in value}
-                return {keyword: {name: self._read(part, origins[name]) for name, part in value.items()}}
+                named = {name: self._read(part, origin.part(keyword, name=name)) for name, part in value.items()}
+                return {keyword: named}
             case "contains" | "propertyNames" | "additionalProperties" | "unevaluatedProperties":
                 return {keyword: self._read(value, origin.part(keyword))}
             case "items" | "prefixItems" if isinstance(value, list):
@@ -233,7 +229,7 @@ class CanonicalForm:
                 return {keyword: origin.values([value])[0]}
         return {keyword: value}
 
-    def _merged(self, schema: dict[str, Any], origin: Origin, is_part: bool) -> Schema:
+    def _merged(self, schema: JsonObject, origin: Origin, is_part: bool) -> Schema:
         """Return `oneOf`, or a recursive reference, and what stands next to it as a definition without `allOf`.
 
         The library could not merge these.
@@ -244,12 +240,11 @@ class CanonicalForm:
             with suppress(InvalidConstraint):
                 parts = self._alternatives.of(schema)
                 is_narrowed = is_part and parts != self._alternatives.of(schema, exclusive=False)
-                if not is_narrowed and not any(isinstance(part, dict) and "allOf" in part for part in parts):
+                if not is_narrowed and not any("allOf" in part for part in parts):
+                    name = self._names[key] = f"d{len(self._names)}"
+                    body: Schema = {"anyOf": parts}
                     if len(parts) == 1:
                         body = parts[0]
-                    else:
-                        body = {"anyOf": parts}
-                    name = self._names[key] = f"d{len(self._names)}"
                     self.definitions[name] = self._read(body, origin, is_part=is_part)
         if name is None:
             return self._read_keywords(schema, origin, is_part)
@@ -261,18 +256,16 @@ class CanonicalForm:
         name = self._names.get(key)
         if name is None:
             name = self._names[key] = f"d{len(self._names)}"
-            source = self._source({"$ref": reference})
+            source = self._source(reference)
+            if source is not None:
+                origin = Origin.of(self._graph, [source])
             target = self._alternatives.unfolded({"$ref": reference})
-            self.definitions[name] = self._read(
-                target, Origin.of(self._graph, [source]) if source else origin, is_part=is_part
-            )
+            self.definitions[name] = self._read(target, origin, is_part=is_part)
         return name
 
-    def _source(self, part: Any) -> Node | None:
-        """Return the subschema as sent that a part of the library's form refers to; None if it is not known."""
-        if isinstance(part, bool) or "$ref" not in part:
-            return None
-        reference = unquote(part["$ref"])
+    def _source(self, reference: str) -> Node | None:
+        """Return the subschema as sent that a reference of the library leads to; None if it is not known."""
+        reference = unquote(reference)
         if reference == f"#/$defs/{_ROOT}":
             return self._graph.root
         name = unquote(reference.rpartition("/")[2])
@@ -281,38 +274,42 @@ class CanonicalForm:
         return self._graph.target(reference)
 
 
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+def _closed(schema: JsonObject) -> JsonObject:
     """Write `propertyNames` that admits only the named properties and patterns as `additionalProperties: false`."""
     names = schema.get("propertyNames", True)
+    if isinstance(names, bool):
+        return schema
     properties = schema.get("properties", {})
     patterns = schema.get("patternProperties", {})
-    if not isinstance(names, dict):
-        return schema
-    listed_names = set[str]()
-    listed_patterns = set[str]()
+    rest = schema.get("additionalProperties", True)
+    listed_names: list[str] = []
+    listed_patterns: list[str] = []
     for part in names.get("anyOf", [names]):
-        if isinstance(part, dict) and part.keys() == {"type", "pattern"} and patterns:
-            listed_patterns.add(part["pattern"])
-        elif (values := listed(part)) is not None:
-            listed_names |= {value for value in values if isinstance(value, str)}
+        values = listed(part)
+        if values is not None:
+            listed_names += values
+        elif isinstance(part, dict) and part.keys() == {"type", "pattern"} and patterns:
+            listed_patterns.append(part["pattern"])
         else:
             return schema
-    rest = schema.get("additionalProperties", True)
     if rest is True:  # the library leaves out a pattern of properties with any value
-        patterns = dict.fromkeys(sorted(listed_patterns), True) | patterns
-    if listed_patterns != patterns.keys():
+        patterns = dict.fromkeys(listed_patterns, True) | patterns
+    if set(listed_patterns) != patterns.keys():
         return schema
-    if any(string_pattern.matches(pattern, name) for name in listed_names for pattern in patterns):
-        return schema
-    allowed = {name: value for name, value in properties.items() if name in listed_names}
-    allowed |= {name: rest for name in sorted(listed_names) if name not in allowed}
-    forbidden = {name: value for name, value in properties.items() if patterns and name not in allowed}
-    closed = {keyword: value for keyword, value in schema.items() if keyword not in ("propertyNames", "properties")}
-    parts = {"properties": allowed | forbidden, "patternProperties": patterns}
-    return closed | {keyword: value for keyword, value in parts.items() if value} | {"additionalProperties": False}
+    closed = {**schema, "additionalProperties": False}
+    del closed["propertyNames"]
+    named = {name: properties.get(name, rest) for name in listed_names}
+    if patterns:
+        if any(string_pattern.matches(pattern, name) for name in named for pattern in patterns):
+            return schema
+        closed["patternProperties"] = patterns
+        named |= properties
+    if named:
+        closed["properties"] = named
+    return closed
 
 
-def _in_order(schema: dict[str, Any], origin: Origin) -> dict[str, Any]:
+def _in_order(schema: JsonObject, origin: Origin) -> JsonObject:
     """Put the properties in their order in the schema as sent.
 
     Adds those that the library left out, because any other property has the same schema.
@@ -323,26 +320,24 @@ def _in_order(schema: dict[str, Any], origin: Origin) -> dict[str, Any]:
     required = schema.get("required", ())
     rest = schema.get("additionalProperties", True)
     patterns = schema.get("patternProperties")
-    names = origin.names(properties)
-    if patterns:
-        kept = {*properties}
-    else:
-        kept = {*properties, *required}
+    kept = {*properties}
+    if not patterns:
+        kept.update(required)
     if rest is not False and not patterns and "propertyNames" not in schema:
         kept |= origin.declared()
-    places = {name: place for place, name in enumerate(dict.fromkeys((*names, *required, *properties)))}
-    ordered = {name: properties.get(name, rest) for name in sorted(kept, key=places.__getitem__)}
+    names = dict.fromkeys((*origin.names(properties), *required, *properties))
+    ordered = dict(schema)
+    if kept:
+        ordered["properties"] = {name: properties.get(name, rest) for name in names if name in kept}
     if required:
-        ends = {"required": sorted(required, key=places.__getitem__)}
-    else:
-        ends = {}
-    return schema | ({"properties": ordered} if ordered else {}) | ends
+        ordered["required"] = [name for name in names if name in required]
+    return ordered
 
 
-def _close(schema: dict[str, Any], origin: Origin) -> None:
+def _close(schema: JsonObject, origin: Origin) -> None:
     """Forbid other properties in an object that names some, unless the schema as sent says whether it has others."""
     names = origin.closed_names()
-    if names is None or schema.get("type") != "object" or not schema.keys().isdisjoint(_OPEN):
+    if names is None or schema.get("type") != "object" or not schema.keys().isdisjoint(CLOSING):
         return
     properties = schema.get("properties", {})
     restricted = [name for name, part in properties.items() if part is not True]
@@ -351,7 +346,7 @@ def _close(schema: dict[str, Any], origin: Origin) -> None:
         schema |= {"properties": named, "additionalProperties": False}
 
 
-def _apart(schema: dict[str, Any]) -> dict[str, Any]:
+def _apart(schema: JsonObject) -> JsonObject:
     """Write alternatives, references and listed values without siblings: under `allOf`."""
     combined = [keyword for keyword in schema if keyword in COMPOUND]
     if not combined or len(schema) == 1:
@@ -368,4 +363,6 @@ def _apart(schema: dict[str, Any]) -> dict[str, Any]:
         parts.insert(0, part)
     if not parts:
         return rest
-    return {"allOf": [rest, *parts] if rest else parts}
+    if rest:
+        parts.insert(0, rest)
+    return {"allOf": parts}

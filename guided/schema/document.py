@@ -20,17 +20,34 @@ from typing import Any
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
-from guided.json_text import JsonError, JsonTooLarge, loads
+from guided.json_text import JsonError, JsonObject, JsonTooLarge, loads
 from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
-from guided.schema.keywords import MISSPELT, OTHERS, escape, listed, shortened, types_of
+from guided.schema.keywords import KEYWORDS, OPENING, at, escape, listed, shortened, types_of
 from guided.schema.spelling import rewrite, tidy, upgrade
 from guided.schema.validation import TUPLES, Validator, draft_of, fault
 
 _Check = Callable[[Node, str], None]
 """Checks a subschema in a draft."""
-_OPENING = {"additionalProperties", "unevaluatedProperties"}
+MAX_NOTES = 500
+"""Maximum number of notes about one constraint."""
+_MAX_UNKNOWN = 500
+"""Maximum number of unknown keywords that are compared with those of JSON Schema: 80 µs each."""
+_ANNOTATIONS = {
+    "$schema",
+    "$id",
+    "$comment",
+    "$defs",
+    "definitions",
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+}
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
 _MAX_READ = 200_000
@@ -46,8 +63,8 @@ _TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a n
 
 
 def parse(
-    schema: Mapping[str, Any] | bool | str, param: str, notes: list[str] | None = None, *, strict: bool = False
-) -> dict[str, Any] | bool:
+    schema: Mapping[str, Any] | bool | str, param: str, notes: list[str], *, strict: bool = False
+) -> JsonObject | bool:
     """Return `schema` (an object, a boolean, or either as JSON text) as a document that is a valid JSON Schema.
 
     The dialect is that of `$schema`; 2020-12 if there is none or it is unknown. The caller's objects are not changed.
@@ -63,7 +80,7 @@ def parse(
         ConstraintTooLarge: over one of the limits.
     """
     try:
-        return _parse(_read(schema), [] if notes is None else notes, strict)
+        return _parse(_read(schema), notes, strict)
     except InvalidConstraint as error:
         error.param = param
         if error.pointer is not None:
@@ -71,14 +88,13 @@ def parse(
         raise
 
 
-def relaxed(schema: Mapping[str, Any], refused: Iterable[str] = (), notes: list[str] | None = None) -> Any:
+def relaxed(schema: Mapping[str, Any], refused: Iterable[str], notes: list[str]) -> Any:
     """Return the schema as `parse` does, with any value in the place of the smallest subschemas at fault.
 
     Args:
         refused: JSON pointers of faults that a library found in the schema.
         notes: gets pointers to keywords that are not enforced, as in `parse`, and to the subschemas at fault.
     """
-    notes = [] if notes is None else notes
     faults = list(refused)
     with suppress(InvalidConstraint):
         for tries in count():
@@ -97,7 +113,7 @@ def relaxed(schema: Mapping[str, Any], refused: Iterable[str] = (), notes: list[
     return _parse(any_value, notes, False)
 
 
-def _free(document: dict[str, Any], fault: str) -> None:
+def _free(document: JsonObject, fault: str) -> None:
     """Put any value in the place of the smallest subschema around a JSON pointer that may allow more.
 
     Raises:
@@ -127,18 +143,22 @@ def _check_values(node: Node, draft: str) -> None:
             raise InvalidConstraint("no listed value has the type", pointer=node.pointer())
 
 
-def closed_objects(document: dict[str, Any] | bool) -> tuple[str, ...]:
+def closed_objects(document: JsonObject | bool) -> tuple[str, ...]:
     """Return the JSON pointers of subschemas that name properties and do not say whether there are others.
 
     At most `MAX_NOTES`.
     """
-    nodes = SchemaGraph(document).nodes() if isinstance(document, dict) else ()
-    naming = (node for node in nodes if "properties" in node.schema and node.path[:1] not in (("if",), ("not",)))
-    pointers = (node.pointer() for node in naming if _OPENING.isdisjoint(node.schema))
-    return tuple(map(shortened, islice(pointers, MAX_NOTES)))
+    if isinstance(document, bool):
+        return ()
+    pointers: list[str] = []
+    for node in SchemaGraph(document).nodes():
+        is_negated = node.path[:1] in (("if",), ("not",))
+        if "properties" in node.schema and not is_negated and OPENING.isdisjoint(node.schema):
+            pointers.append(shortened(node.pointer()))
+    return tuple(pointers[:MAX_NOTES])
 
 
-def _parse(document: Any, notes: list[str], strict: bool, check: _Check | None = None) -> dict[str, Any] | bool:
+def _parse(document: Any, notes: list[str], strict: bool, check: _Check | None = None) -> JsonObject | bool:
     """Check a document, and bring it into the form that `parse` returns. The document is changed."""
     if not isinstance(document, dict | bool):
         raise InvalidConstraint(
@@ -180,9 +200,13 @@ def _parse(document: Any, notes: list[str], strict: bool, check: _Check | None =
 def _read(schema: Mapping[str, Any] | bool | str) -> Any:
     """Return a schema, or its JSON text, as new objects."""
     try:
-        plain = dict(schema) if isinstance(schema, Mapping) else schema
-        text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, allow_nan=False)
-        if len(text) > (limit := LIMITS.max_constraint_bytes):
+        text = schema
+        if isinstance(schema, Mapping):
+            text = dict(schema)
+        if not isinstance(text, str):
+            text = json.dumps(text, ensure_ascii=False, allow_nan=False)
+        limit = LIMITS.max_constraint_bytes
+        if len(text) > limit:
             raise ConstraintTooLarge(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
         document = loads(text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_schema_nesting)
         json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
@@ -214,11 +238,10 @@ def _check_subschema(node: Node, draft: str) -> None:
     _check_sizes(schema, node)
 
 
-def _check_sizes(schema: dict[str, Any], node: Node) -> None:
+def _check_sizes(schema: JsonObject, node: Node) -> None:
     options = schema.get("enum")
-    limit = LIMITS.max_enum
-    if isinstance(options, list) and len(options) > limit:
-        message = f"'enum' has {len(options)} values; the limit is {limit}"
+    if isinstance(options, list) and len(options) > LIMITS.max_enum:
+        message = f"'enum' has {len(options)} values; the limit is {LIMITS.max_enum}"
         raise ConstraintTooLarge(message, pointer=node.pointer("enum"))
     # A lower bound must be generated, at least one token each. Upper bounds are often just a large number (65,535,
     # a million) and are left to the library.
@@ -237,20 +260,18 @@ def _check_sizes(schema: dict[str, Any], node: Node) -> None:
 
 
 def _check_alternatives(graph: SchemaGraph) -> None:
-    count = 0
+    number = 0
     for node in graph.nodes():
-        for keyword in ("anyOf", "oneOf"):
-            options = node.schema.get(keyword)
-            if isinstance(options, list):
-                count += len(options)
-            if count > LIMITS.max_alternatives:
+        for keyword, _ in node.same:
+            number += keyword in ("anyOf", "oneOf")
+            if number > LIMITS.max_alternatives:
                 raise LIMITS.too_many_alternatives("json_schema", node.pointer(keyword))
 
 
-def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool, has_tuples: bool) -> Iterator[str]:
+def _not_enforced(document: JsonObject, graph: SchemaGraph, strict: bool, has_tuples: bool) -> Iterator[str]:
     """Yield unknown formats of strings, probably misspelt keywords, a root without any keyword of JSON Schema, and
     with `has_tuples` those of draft 7."""
-    if document.keys().isdisjoint((*MISSPELT, *OTHERS)) and (doubt := _doubt(document)):
+    if document.keys().isdisjoint(KEYWORDS) and (doubt := _doubt(document)):
         yield f" (no keyword of JSON Schema restricts this document{doubt})"
         return
     unknown_keywords = 0
@@ -261,29 +282,25 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, strict: bool, ha
             elif keyword == "items" and isinstance(value, list) and has_tuples:
                 yield f"{shortened(node.pointer(keyword))} (read as draft 7's tuple: since 2020-12 'prefixItems')"
             elif keyword == "format":
-                unknown = isinstance(value, str) and value not in FORMATS
-                if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
+                if value not in FORMATS and "string" in types_of(node.schema):
                     if strict:
                         message = (
                             f"the format {bounded(value, 60)!r} is not in the specification, so it can't be enforced"
                         )
                         raise UnsupportedConstraint(message, pointer=node.pointer(keyword))
                     yield shortened(node.pointer(keyword))
-            elif keyword not in MISSPELT:
+            elif keyword not in KEYWORDS:
                 unknown_keywords += 1
                 if unknown_keywords <= _MAX_UNKNOWN and (meant := _meant(keyword)):
                     yield f"{shortened(node.pointer(keyword))} (did you mean {meant!r}?)"
 
 
-def _doubt(document: dict[str, Any]) -> str:
+def _doubt(document: JsonObject) -> str:
     """Return what a document without restrictions may be instead of a schema. Empty: probably a schema of any value."""
-    components = document.get("components")
-    places = {"$defs": document, "definitions": document, "components/schemas": components}
-    for place, owner in places.items():
-        if isinstance(owner, dict):
-            named = owner.get(place.rpartition("/")[2])
-        else:
-            named = None
+    for place in ("$defs", "definitions", "components/schemas"):
+        named = None
+        with suppress(LookupError, TypeError, ValueError):
+            named = at(document, f"/{place}")
         if isinstance(named, dict) and named:
             reference = json.dumps(f"#/{place}/{bounded(escape(next(iter(named))), 60)}", ensure_ascii=False)
             return f': choose one of its schemas, as with "$ref": {reference} at its root'
@@ -294,31 +311,10 @@ def _doubt(document: dict[str, Any]) -> str:
     return f': it looks like an instance, not like a schema; did you mean {{"properties": {{{name}: ...}}}}?'
 
 
-MAX_NOTES = 500
-"""Maximum number of notes about one constraint."""
-_MAX_UNKNOWN = 500
-"""Maximum number of unknown keywords that are compared with those of JSON Schema: 80 µs each."""
-_ANNOTATIONS = frozenset(
-    (
-        "$schema",
-        "$id",
-        "$comment",
-        "$defs",
-        "definitions",
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-    )
-)
-
-
 @lru_cache(maxsize=4096)
 def _meant(keyword: str) -> str:
     """Return the keyword that `keyword` probably is a misspelling of; empty if there is none."""
     if len(keyword) > 30 or keyword.startswith(("_", "x-")):
         return ""
-    return next(iter(difflib.get_close_matches(keyword, MISSPELT, n=1, cutoff=0.85)), "")
+    names = KEYWORDS - {"not", "if", "then", "else"}  # "note" is none of these
+    return next(iter(difflib.get_close_matches(keyword, names, n=1, cutoff=0.85)), "")

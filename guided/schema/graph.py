@@ -17,19 +17,31 @@ import referencing.jsonschema
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import InvalidConstraint, bounded
+from guided.json_text import JsonObject
 from guided.schema.keywords import pointer, unescape
 from guided.schema.validation import draft_of
 
 _SAME = ("if", "then", "else", "not", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
 """Keywords with subschemas for the same value."""
-_PARTS = (
-    *("additionalItems", "additionalProperties", "contains", "contentSchema", "items", "patternProperties"),
-    *("prefixItems", "properties", "propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+PARTS = (
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "contentSchema",
+    "items",
+    "patternProperties",
+    "prefixItems",
+    "properties",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
 )
 """Keywords with subschemas for parts of the value."""
 _KEPT = ("$defs", "definitions")
 NAMED = (*_KEPT, "dependentSchemas", "dependencies", "patternProperties", "properties")
 """Keywords with subschemas by name."""
+Keys = tuple[str | int, ...]
+"""Keys and indices that lead from a subschema to one in it."""
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError)
 
@@ -42,7 +54,7 @@ class Node:
     """An object. While it is checked, any value in the place of a schema."""
     parent: Node | None
     """None: it is the document, or where a reference leads that is no known position of a schema."""
-    path: tuple[str | int, ...]
+    path: Keys
     """Keys and indices below `parent`."""
     same: list[tuple[str, Node]] = field(default_factory=list)
     """(keyword, subschema) applied to the same value: `allOf`, `$ref`, `then`, ..."""
@@ -51,12 +63,12 @@ class Node:
 
     def pointer(self, *path: str | int) -> str:
         """Return the JSON pointer of this subschema, or of a place in it. Not stored, because keys may be long."""
-        parts = [pointer(path)]
-        node = self
-        while node.parent is not None:
-            parts.append(pointer(node.path))
+        whole = pointer(path)
+        node: Node | None = self
+        while node is not None:
+            whole = pointer(node.path) + whole
             node = node.parent
-        return "".join(reversed([*parts, pointer(node.path)]))
+        return whole
 
     def patterns(self) -> Iterator[tuple[str, str]]:
         """Yield the patterns of this subschema, each after its JSON pointer."""
@@ -64,8 +76,9 @@ class Node:
         named = self.schema.get("patternProperties")
         if isinstance(pattern, str):
             yield self.pointer("pattern"), pattern
-        for name in named if isinstance(named, dict) else ():
-            yield self.pointer("patternProperties", name), name
+        if isinstance(named, dict):
+            for name in named:
+                yield self.pointer("patternProperties", name), name
 
 
 class SchemaGraph:
@@ -78,7 +91,7 @@ class SchemaGraph:
         InvalidConstraint: a reference leads out of the document, or to nothing.
     """
 
-    def __init__(self, document: dict[str, Any], check: Callable[[Node], None] = lambda _: None) -> None:
+    def __init__(self, document: JsonObject, check: Callable[[Node], None] = lambda _: None) -> None:
         self._document = document
         self._check = check
         self._nodes: dict[int, Node] = {}
@@ -123,16 +136,12 @@ class SchemaGraph:
             )
             raise InvalidConstraint(message, pointer=error.args[1][0].pointer()) from None
 
-    def _add(self, schema: Any, path: tuple[str | int, ...]) -> None:
+    def _add(self, schema: Any, path: Keys) -> None:
         """Add a subschema and everything inside it."""
-        parent: Node | None
-        todo: list[tuple[Any, tuple[str | int, ...], Node | None, bool]] = [(schema, path, None, False)]
+        todo: list[tuple[Any, Keys, Node | None, bool]] = [(schema, path, None, False)]
         while todo:
             schema, path, parent, same = todo.pop()
-            if isinstance(schema, dict):
-                node = self._nodes.get(id(schema))
-            else:
-                node = None
+            node = self._nodes.get(id(schema))  # of booleans, there is none
             if node is None:
                 node = Node(schema, parent, path)
                 self._check(node)
@@ -140,8 +149,7 @@ class SchemaGraph:
                     continue
                 self._nodes[id(schema)] = node
                 self._unresolved.append(node)
-                inside = list(children(schema))
-                todo.extend((child, below, node, same) for below, child, same in reversed(inside))
+                todo += reversed([(child, below, node, same) for below, child, same in children(schema)])
             if parent is not None and same:
                 parent.same.append((str(path[0]), node))
             elif parent is not None and path[0] not in _KEPT:
@@ -159,7 +167,7 @@ class SchemaGraph:
             message = f"the identifiers and anchors in the schema cannot be read: {bounded(error)}"
             raise InvalidConstraint(message, pointer="") from None
         for node in self._unresolved:  # `_link` adds to it
-            above = self._resolvers.get(id(node if node.parent is None else node.parent), start)
+            above = self._resolvers.get(id(node.parent or node), start)
             resolver = above.in_subresource(specification.create_resource(node.schema))
             self._resolvers[id(node)] = resolver
             for keyword in REFERENCES:
@@ -208,16 +216,18 @@ def closure(start: list[Node]) -> Iterator[Node]:
             todo.extend(reversed([*(child for _, child in node.same), *node.parts]))
 
 
-def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any, bool]]:
+def children(schema: JsonObject) -> Iterator[tuple[Keys, Any, bool]]:
     """Yield (path below `schema`, subschema, applies to the same value) of each subschema, in order."""
     for keyword, value in schema.items():
         same = keyword in _SAME
-        if not (same or keyword in _PARTS or keyword in _KEPT):
+        if not (same or keyword in PARTS or keyword in _KEPT):
             continue
-        if keyword in NAMED:
-            for name, child in value.items() if isinstance(value, dict) else ():
+        if keyword in NAMED and isinstance(value, dict):
+            for name, child in value.items():
                 if keyword != "dependencies" or isinstance(child, dict | bool):
                     yield (keyword, name), child, same
+        elif keyword in NAMED:
+            continue
         elif isinstance(value, list):
             yield from (((keyword, index), child, same) for index, child in enumerate(value))
         elif isinstance(value, dict):

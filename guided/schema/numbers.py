@@ -10,10 +10,10 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil, floor, lcm
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from guided.regex import tree as regex
-from guided.regex.tree import Chars, Node
+from guided.json_text import JsonObject
+from guided.regex.tree import EMPTY, Chars, Node, choice, literal, points, sequence
 from guided.schema.keywords import NUMBER_BOUNDS
 
 EXACT = 2**53
@@ -69,7 +69,7 @@ class Numbers(NamedTuple):
         return {keyword: self.value(bound) for keyword, bound in bounds.items() if abs(bound) < _NO_BOUND}
 
 
-def numbers_of(schema: dict[str, Any], kind: str) -> Numbers:
+def numbers_of(schema: JsonObject, kind: str) -> Numbers:
     """Return the numbers, or integers (`kind`), that the bounds and `multipleOf` of `schema` allow."""
     bounds = {keyword: Fraction(str(schema[keyword])) for keyword in NUMBER_BOUNDS if keyword in schema}
     multiple = Fraction(str(schema.get("multipleOf", 0)))
@@ -99,9 +99,9 @@ def pattern_of(numbers: Numbers) -> Node | None:
         for count in range(decimals + 1, _MAX_DIGITS + 1):
             node = _digits(least, min(most, 10**count - 1), 0, step, count, decimals)
             if node is not None:
-                options.append(regex.sequence([regex.literal(sign), node]))
+                options.append(sequence([literal(sign), node]))
             least = max(least, 10**count)
-    return regex.choice(options)
+    return choice(options)
 
 
 @lru_cache(maxsize=10_000)
@@ -119,19 +119,19 @@ def _digits(low: int, high: int, before: int, step: int, count: int, decimals: i
     if first > high:
         return None
     if count == 0:
-        return regex.EMPTY
+        return EMPTY
     unit = 10 ** (count - 1)
-    digits_before: dict[Node, list[tuple[int, int]]] = {}
+    digits_before: dict[Node, list[int]] = {}
     for digit, code in enumerate(b"0123456789"):
         start = digit * unit
         least = max(low - start, 0)
         most = min(high - start, unit - 1)
         node = _digits(least, most, (before + start) % step, step, count - 1, decimals)
         if node is not None:
-            digits_before.setdefault(node, []).append((code, code))
-    text = regex.choice(regex.sequence([Chars(regex.ranges_of(codes)), node]) for node, codes in digits_before.items())
+            digits_before.setdefault(node, []).append(code)
+    text = choice(sequence([Chars(points(codes)), node]) for node, codes in digits_before.items())
     if count == decimals:
-        text = regex.sequence([regex.literal("."), text])
+        text = sequence([literal("."), text])
     if count <= decimals and first == 0:
-        return regex.choice([text, regex.EMPTY])
+        return choice([text, EMPTY])
     return text

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from guided.json_text import JsonObject
 from guided.schema.graph import REFERENCES, Node, SchemaGraph
-from guided.schema.keywords import listed
+from guided.schema.keywords import OPENING, listed
 
 _ALWAYS = (*REFERENCES, "allOf")
 """Keywords of which every subschema applies to the same value. The others are alternatives or conditions."""
 _UNIONS = ("anyOf", "oneOf")
-_OPENING = ("additionalProperties", "unevaluatedProperties")
-"""Keywords that say whether an object has other properties than those that are named."""
 _SOURCES = {
     "additionalProperties": ("unevaluatedProperties",),
     "items": ("additionalItems", "unevaluatedItems"),
@@ -42,19 +41,20 @@ class Origin:
     first."""
     always: list[Node]
     """Those of `nodes` that are no alternative and no condition."""
-    naming: Sequence[Node] | None = None
-    """Those that name the properties of the object: without conditions that probably do not hold. None: `nodes`."""
+    naming: list[Node]
+    """Those of `nodes` that name the properties of the object: without conditions that probably do not hold."""
 
     @classmethod
     def of(cls, graph: SchemaGraph, starts: list[Node]) -> Origin:
         """Return the origin of what `starts` and the subschemas describe that they apply to the same value."""
-        return cls(graph, _closure(starts, always=False), _closure(starts, always=True))
+        nodes = _closure(starts, always=False)
+        return cls(graph, nodes, _closure(starts, always=True), nodes)
 
     def pointers(self, keyword: str) -> Iterator[str]:
         """Yield where `keyword` may come from: the JSON pointers of such keywords, or of the subschema."""
         names = (keyword, *_SOURCES.get(keyword, ()))
-        found = [node.pointer(name) for node in self.nodes for name in names if name in node.schema]
-        yield from found or [node.pointer() for node in self.nodes[:1]] or [""]
+        places = [node.pointer(name) for node in self.nodes for name in names if name in node.schema]
+        yield from places or [node.pointer() for node in self.nodes[:1]] or [""]
 
     def names(self, known: Iterable[str] = ()) -> list[str]:
         """Return the names of properties, in their order. `known`: further names, which patterns may spell."""
@@ -66,24 +66,24 @@ class Origin:
 
     def declared(self) -> set[str]:
         """Return the names of the properties that no alternative and no condition names."""
-        return {
-            name for node in self.always for name in (*_object(node.schema, "properties"), *_listed_names(node.schema))
-        }
+        names: set[str] = set()
+        for node in self.always:
+            names.update(_object(node.schema, "properties"), _listed_names(node.schema))
+        return names
 
     def closed_names(self) -> list[str] | None:
         """Return the names of all properties of an object that names some and does not say whether it has others.
 
         None: it says so, or names none. What is under `not` and `if` does not count.
         """
-        naming = self.nodes if self.naming is None else self.naming
         negated = [child for node in self.nodes for keyword, child in node.same if keyword in ("not", "if")]
         left_out = set(map(id, _closure(negated, always=False)))
-        described = [node for node in naming if id(node) not in left_out]
+        described = [node for node in self.naming if id(node) not in left_out]
         if not any("properties" in node.schema for node in described):
             return None
-        if any(keyword in node.schema for node in described for keyword in _OPENING):
+        if not all(OPENING.isdisjoint(node.schema) for node in described):
             return None
-        return Origin(self.graph, described, self.always).names()
+        return Origin(self.graph, described, self.always, described).names()
 
     def values(self, values: list[Any]) -> list[Any]:
         """Return the values of an `enum` or `const` with the order of properties as sent."""
@@ -92,26 +92,25 @@ class Origin:
 
     def property(self, name: str) -> Origin:
         """Return the origin of a property's subschema."""
-        own = self.part("properties", name=name)
-        if own.nodes:
-            return own
+        named = self.part("properties", name=name)
+        if named.nodes:
+            return named
         return self.part("patternProperties", "additionalProperties", "unevaluatedProperties")
 
     def part(self, *keywords: str, name: str | int | None = None) -> Origin:
         """Return the origin of the subschemas under any of `keywords`; `name`: only of those of this name or index."""
-        found: list[Any] = []
+        parts: list[Any] = []
         for value in (node.schema.get(keyword) for node in self.nodes for keyword in keywords):
-            if isinstance(value, list):
-                if name is None:
-                    found += value
-                else:
-                    found += value[int(name) :][:1]
-            elif isinstance(value, dict):
-                if isinstance(name, str):
-                    found += [value.get(name)]
-                else:
-                    found += [value, *value.values()]
-        return Origin.of(self.graph, [node for part in found if (node := self.graph.find(part)) is not None])
+            match value, name:
+                case list(), None:
+                    parts += value
+                case list(), int(index):
+                    parts += value[index : index + 1]
+                case dict(), str():
+                    parts.append(value.get(name))
+                case dict(), _:
+                    parts += [value, *value.values()]
+        return Origin.of(self.graph, list(filter(None, map(self.graph.find, parts))))
 
     def alternative(self, part: Any) -> Origin:
         """Return the origin of one of several alternatives, which is probably what names the same properties.
@@ -149,6 +148,9 @@ def _closure(starts: list[Node], *, always: bool) -> list[Node]:
     Args:
         always: leave out alternatives and conditions.
     """
+    earlier = set(_ALWAYS)
+    if not always:
+        earlier.update(_UNIONS)
     found: dict[int, Node] = {}
     entered: set[int] = set()
     todo = [(node, False) for node in reversed(starts)]
@@ -159,15 +161,18 @@ def _closure(starts: list[Node], *, always: bool) -> list[Node]:
         elif id(node) not in entered:
             entered.add(id(node))
             places = {keyword: place for place, keyword in enumerate(node.schema)}
-            own = places.get("properties", 0)
+            named = places.get("properties", 0)
             children = sorted(node.same, key=lambda pair: places[pair[0]])
-            earlier = _ALWAYS if always else (*_ALWAYS, *_UNIONS)
-            before = [pair for pair in children if pair[0] in earlier and places[pair[0]] < own]
-            after = [pair for pair in children if pair[0] in _ALWAYS and pair not in before]
-            others = [pair for pair in children if pair not in (*before, *after) and not always]
-            todo.extend((child, False) for _, child in reversed([*after, *others]))
-            todo.append((node, True))
-            todo.extend((child, False) for _, child in reversed(before))
+            before = [node]
+            after: list[Node] = []
+            for keyword, child in reversed(children):  # the last one is taken first
+                if keyword in earlier and places[keyword] < named:
+                    before.append(child)
+                elif keyword in _ALWAYS:
+                    after.append(child)
+                elif not always:
+                    todo.append((child, False))
+            todo += [(child, child is node) for child in (*after, *before)]
     return list(found.values())
 
 
@@ -183,22 +188,23 @@ def _said(node: Node, *, always: bool) -> set[Any]:
 
 def _described(schema: Any) -> set[Any]:
     """Return the names of an object's properties, their values if these are listed, and those that it requires."""
+    if isinstance(schema, bool):
+        return set()
     properties = _object(schema, "properties")
     values = {(name, repr(value)) for name, part in properties.items() for value in listed(part) or ()}
-    if isinstance(schema, dict):
-        required = schema.get("required", ())
-    else:
-        required = ()
-    return {*properties, *values, *((name,) for name in required)}
+    return {*properties, *values, *((name,) for name in schema.get("required", ()))}
 
 
-def _listed_names(schema: dict[str, Any]) -> Iterator[str]:
+def _listed_names(schema: JsonObject) -> Iterator[str]:
     """Yield the names of properties that `schema` lists elsewhere than in `properties`."""
     for keyword in ("dependentRequired", "dependencies"):
         for name, needed in _object(schema, keyword).items():
-            yield from (name, *(needed if isinstance(needed, list) else ()))
-    lists = (schema.get("required"), _object(schema, "propertyNames").get("enum"))
-    yield from (name for names in lists if isinstance(names, list) for name in names if isinstance(name, str))
+            yield name
+            if isinstance(needed, list):
+                yield from needed
+    yield from schema.get("required", ())
+    names = _object(schema, "propertyNames").get("enum", ())
+    yield from (name for name in names if isinstance(name, str))
 
 
 def _key(value: Any) -> str:
@@ -206,11 +212,8 @@ def _key(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _object(schema: Any, keyword: str) -> dict[str, Any]:
-    if isinstance(schema, dict):
-        value = schema.get(keyword)
-    else:
-        value = None
+def _object(schema: JsonObject, keyword: str) -> JsonObject:
+    value = schema.get(keyword)
     if isinstance(value, dict):
         return value
     return {}

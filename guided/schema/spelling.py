@@ -10,6 +10,7 @@ import re
 from typing import Any
 from urllib.parse import quote
 
+from guided.json_text import JsonObject
 from guided.schema.ecma import translate
 from guided.schema.graph import children
 from guided.schema.validation import Validator, draft_of
@@ -32,13 +33,13 @@ _BESIDE_REFERENCES = {"$schema", "$ref", "definitions", "$defs"}
 """Keywords that drafts 4 to 7 do not ignore beside `$ref`, or that a reference may lead to."""
 
 
-def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
+def tidy(document: JsonObject) -> list[JsonObject]:
     """Make a document valid where its fault says nothing about values, and return its subschemas by position.
 
     Keywords that are null and annotations of a wrong type or with NUL characters are removed, and identifiers that are
     no URIs, unless a reference has the same text.
     """
-    schemas: list[dict[str, Any]] = []
+    schemas: list[JsonObject] = []
     todo: list[Any] = [document]
     for schema in todo:  # which grows
         if isinstance(schema, dict):
@@ -51,17 +52,18 @@ def tidy(document: dict[str, Any]) -> list[dict[str, Any]]:
         identifiers |= dict.fromkeys(("$id", "id"), _WITH_ANCHOR)
     for schema in schemas:
         for keyword, value in list(schema.items()):
-            is_null = value is None and keyword not in _VALUES
-            is_odd = keyword in identifiers and bool(identifiers[keyword].violation(value))
-            is_odd = is_odd and (not value or references.isdisjoint((str(value), f"#{value}")))
             kind = _ANNOTATIONS.get(keyword, object)
-            has_nul = kind is str and "\0" in str(value)
-            if is_null or is_odd or has_nul or not isinstance(value, kind):
+            is_wrong = not isinstance(value, kind) or (kind is str and "\0" in str(value))
+            if value is None and keyword not in _VALUES:
+                is_wrong = True
+            if keyword in identifiers and identifiers[keyword].violation(value):
+                is_wrong = not value or references.isdisjoint((str(value), f"#{value}"))
+            if is_wrong:
                 del schema[keyword]
     return schemas
 
 
-def rewrite(schema: dict[str, Any]) -> None:
+def rewrite(schema: JsonObject) -> None:
     """Write one subschema with other keywords: patterns, `propertyOrdering` of Gemini, `nullable` of OpenAPI 3.0."""
     for keyword, written in (("$ref", _uri), ("$id", _uri), ("pattern", translate)):
         if isinstance(schema.get(keyword), str):
@@ -77,7 +79,7 @@ def rewrite(schema: dict[str, Any]) -> None:
         _allow_null(schema)
 
 
-def upgrade(schema: dict[str, Any], draft: str) -> None:
+def upgrade(schema: JsonObject, draft: str) -> None:
     """Write a subschema of draft 4, 6 or 7 in draft 2019-09, which knows all formats and does not check contents.
 
     Younger keywords than the draft are kept: they are meant.
@@ -90,22 +92,18 @@ def upgrade(schema: dict[str, Any], draft: str) -> None:
             del schema[keyword]
     if "draft-04" in draft:
         if "id" in schema:
-            schema |= {"$id": schema.pop("id")}
-        else:
-            schema |= {}
+            schema["$id"] = schema.pop("id")
         for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
             if schema.pop(exclusive, False) and bound in schema:
                 schema[exclusive] = schema.pop(bound)
     base, _, anchor = schema.pop("$id", "").partition("#")
     if base:
-        schema |= {"$id": base}
-    else:
-        schema |= {}
+        schema["$id"] = base
     if anchor and not _ANCHOR.violation(anchor):
         schema["$anchor"] = anchor
 
 
-def _allow_null(schema: dict[str, Any]) -> None:
+def _allow_null(schema: JsonObject) -> None:
     """Change each keyword that excludes null."""
     if isinstance(schema.get("type"), str):
         schema["type"] = [schema["type"]]

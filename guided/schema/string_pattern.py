@@ -12,22 +12,39 @@ from functools import lru_cache
 from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.json_text import JsonObject
 from guided.regex import automaton
-from guided.regex import tree as regex
 from guided.regex.parser import parse, parse_search, width
-from guided.regex.tree import UNIVERSE, Chars, Concatenation, Node, Repeat
+from guided.regex.tree import (
+    EMPTY,
+    UNIVERSE,
+    Chars,
+    Concatenation,
+    Node,
+    Repeat,
+    choice,
+    complement,
+    intersection,
+    literal,
+    map_chars,
+    points,
+    ranges_of,
+    render,
+    repeat,
+    sequence,
+)
 from guided.schema.formats import FORMATS
-from guided.schema.keywords import Schema, listed, types_of
+from guided.schema.keywords import Schema, as_object, listed, types_of
 
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
-_ANY = regex.repeat(Chars(UNIVERSE), 0, None)
-_BLANKS = regex.ranges_of([(0x09, 0x0A), (0x0D, 0x0D), (0x20, 0x20)])
-_SPACES = regex.ranges_of((code, code) for code in range(0x3001) if chr(code).isspace())
+_ANY = repeat(Chars(UNIVERSE), 0, None)
+_BLANKS = points(b"\t\n\r ")
+_SPACES = points(code for code in range(0x3001) if chr(code).isspace())
 """The characters that `str.strip` removes."""
 _MAX_NAME = 64
 _END = "end"
 """The key of a trie's node where a name ends; a character has length 1."""
-PLAIN = regex.complement(regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
+PLAIN = complement(points([*range(0x20), *b'"\\\x7f']))
 """Characters that are not escaped in JSON strings (without DEL, which some libraries escape)."""
 
 
@@ -40,13 +57,13 @@ def whitespace(pattern: str) -> str:
     """
 
     def blank(chars: Chars) -> Chars:
-        ranges = regex.intersection(chars.ranges, _BLANKS)
+        ranges = intersection(chars.ranges, _BLANKS)
         if not ranges:
             message = "the whitespace pattern needs a character other than space, tab, line feed and carriage return"
             raise InvalidConstraint(message, param="whitespace_pattern")
         return Chars(ranges)
 
-    return regex.render(regex.map_chars(parse(pattern, param="whitespace_pattern"), blank))
+    return render(map_chars(parse(pattern, param="whitespace_pattern"), blank))
 
 
 def matches(pattern: str, text: str) -> bool:
@@ -56,7 +73,7 @@ def matches(pattern: str, text: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(regex.render(parse_search(pattern)))
+    return re.compile(render(parse_search(pattern)))
 
 
 def in_json(node: Node, *, escapes: bool) -> Node:
@@ -71,19 +88,21 @@ def in_json(node: Node, *, escapes: bool) -> Node:
     """
 
     def spelled(chars: Chars) -> Node:
-        plain = regex.intersection(chars.ranges, PLAIN)
-        options: list[Node] = [Chars(plain)] if plain else []
-        for character, escape in _ESCAPED.items() if escapes else ():
-            if regex.intersection(chars.ranges, ((ord(character), ord(character)),)):
-                options.append(regex.literal(escape))
+        options: list[Node] = []
+        plain = intersection(chars.ranges, PLAIN)
+        if plain:
+            options.append(Chars(plain))
+        for character, escape in _ESCAPED.items():
+            if escapes and intersection(chars.ranges, points([ord(character)])):
+                options.append(literal(escape))
         if not options:
             raise UnsupportedConstraint("the pattern needs a character that is escaped in JSON strings")
-        return regex.choice(options)
+        return choice(options)
 
-    return regex.map_chars(node, spelled)
+    return map_chars(node, spelled)
 
 
-def is_empty(schema: dict[str, Any]) -> bool:
+def is_empty(schema: JsonObject) -> bool:
     """Return whether a schema has a pattern of which all matches are shorter or longer than the schema allows."""
     if schema.get("type") != "string" or "pattern" not in schema:
         return False
@@ -91,8 +110,9 @@ def is_empty(schema: dict[str, Any]) -> bool:
         low, high = width(parse_search(schema["pattern"]))
     except InvalidConstraint:
         return False
-    too_short = high is not None and bool(high < schema.get("minLength", 0))
-    return too_short or bool(low > schema.get("maxLength", low))
+    if high is not None and high < schema.get("minLength", 0):
+        return True
+    return bool(low > schema.get("maxLength", low))
 
 
 def fit(node: Node, least: int, most: int | None) -> Node:
@@ -106,22 +126,21 @@ def fit(node: Node, least: int, most: int | None) -> Node:
     low, high = width(node)
     if low >= least and (most is None or (high is not None and high <= most)):
         return node
-    if (most is not None and low > most) or (high is not None and high < least):
-        raise UnsupportedConstraint("no match of the pattern has a length between minLength and maxLength")
-    items: list[Node] = list(node.items) if isinstance(node, Concatenation) else [node]
+    items = [node]
+    if isinstance(node, Concatenation):
+        items = list(node.items)
     loose = [index for index, item in enumerate(items) if len(set(width(item))) == 2]
     if len(loose) == 1 and isinstance(item := items[loose[0]], Repeat):
         size, longest = width(item.item)
         if 0 < size == longest:
             fixed = low - item.low * size
             fewest = max(item.low, -((fixed - least) // size))
-            limits = [item.high]
-            if most is not None:
-                limits.append((most - fixed) // size)
-            highest = min((limit for limit in limits if limit is not None), default=None)
+            highest = item.high
+            if most is not None and (highest is None or (most - fixed) // size < highest):
+                highest = (most - fixed) // size
             if highest is None or fewest <= highest:
-                items[loose[0]] = regex.repeat(item.item, fewest, highest)
-                return regex.sequence(items)
+                items[loose[0]] = repeat(item.item, fewest, highest)
+                return sequence(items)
     raise UnsupportedConstraint("a pattern together with minLength or maxLength that it doesn't imply")
 
 
@@ -145,7 +164,7 @@ def complement_of(schema: Schema) -> str:
 
 def without(pattern: str, names: Iterable[str]) -> str:
     """Return a pattern for the strings that contain a match of `pattern` and are not in `names`. Raises as above."""
-    listed = automaton.of(regex.choice(map(regex.literal, names)))
+    listed = automaton.of(choice(map(literal, names)))
     return _whole(automaton.texts(automaton.of(parse_search(pattern)).difference(listed)))
 
 
@@ -169,22 +188,20 @@ def _beside(trie: dict[str, Any], *, is_first: bool = False) -> Node:
     if trie.get(_END):
         return Chars(())
     children = {character: branch for character, branch in trie.items() if character != _END}
-    known = regex.ranges_of((code, code) for character in children for code in _cases(character))
+    excluded = points(code for character in children for code in _cases(character))
     is_name = _END in trie
     if is_name or is_first:
-        excluded = regex.ranges_of([*known, *_SPACES])
-    else:
-        excluded = known
-    options = [regex.sequence([Chars(regex.complement(excluded)), _ANY])]
+        excluded = ranges_of([*excluded, *_SPACES])
+    options = [sequence([Chars(complement(excluded)), _ANY])]
     if is_name:
-        options.append(regex.sequence([Chars(_SPACES), Chars(regex.complement(_SPACES)), _ANY]))
+        options.append(sequence([Chars(_SPACES), Chars(complement(_SPACES)), _ANY]))
     else:
-        options.append(regex.EMPTY)
+        options.append(EMPTY)
     for character, branch in children.items():
         rest = _beside(branch)
         if rest != Chars(()):
-            options.append(regex.sequence([Chars(regex.ranges_of((c, c) for c in _cases(character))), rest]))
-    return regex.choice(options)
+            options.append(sequence([Chars(points(_cases(character))), rest]))
+    return choice(options)
 
 
 def _cases(character: str) -> Iterator[int]:
@@ -195,29 +212,25 @@ def _cases(character: str) -> Iterator[int]:
 
 
 def _whole(node: Node) -> str:
-    return f"^(?:{regex.render(node)})$"
+    return f"^(?:{render(node)})$"
 
 
 def _strings(schema: Schema, *, exact: bool = False) -> Node:
     """Return the strings that satisfy `schema`. `exact`: all of them, or refuse."""
-    if schema is True or schema == {}:
-        return _ANY
-    if isinstance(schema, dict) and "string" in types_of(schema):
-        literals = [regex.literal(value) for value in listed(schema) or () if isinstance(value, str)]
+    if schema is not False and "string" in types_of(schema):
+        schema = as_object(schema)
+        literals = [literal(value) for value in listed(schema) or () if isinstance(value, str)]
         if literals:
-            return regex.choice(literals)
+            return choice(literals)
+        if "format" in schema and "pattern" not in schema and not exact:  # our patterns match fewer strings
+            schema["pattern"] = FORMATS[schema.pop("format")]
         if schema.keys() == {"anyOf"}:
-            return regex.choice(_strings(part, exact=exact) for part in schema["anyOf"])
-        formats = {} if exact else FORMATS  # our patterns match fewer strings
-        if schema.keys() <= {"type", "pattern", "minLength", "maxLength", "format"}:
-            pattern = schema.get("pattern", formats.get(schema.get("format", "")))
-            if not {"pattern", "format"} <= schema.keys() and ("format" not in schema or pattern is not None):
-                if pattern is None:
-                    node = _ANY
-                else:
-                    node = parse_search(pattern)
-                most: Any = schema.get("maxLength")
-                return fit(node, int(schema.get("minLength", 0)), None if most is None else int(most))
+            return choice(_strings(part, exact=exact) for part in schema["anyOf"])
+        if schema.keys() <= {"type", "pattern", "minLength", "maxLength"}:
+            node = _ANY
+            if "pattern" in schema:
+                node = parse_search(schema["pattern"])
+            return fit(node, schema.get("minLength", 0), schema.get("maxLength"))
         if schema.keys() <= {"type", "not"}:
             return _complement(_strings(schema["not"], exact=True))
     raise UnsupportedConstraint("these strings can't be described by one pattern")

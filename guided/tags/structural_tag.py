@@ -83,6 +83,14 @@ class Times(Struct, frozen=True):
     low: int
     high: int | None
 
+    def after_one(self) -> Times:
+        """Return the repetition that follows its first item."""
+        if self.high is not None:
+            return Times(self.item, max(self.low - 1, 0), self.high - 1)
+        if self.low == 0:
+            return self
+        return Times(self.item, self.low - 1, None)
+
 
 class Dispatch(Struct, frozen=True):
     """Free text up to a trigger, then the node of the trigger; repeated with `loop`. Free text alone is valid."""

@@ -12,20 +12,21 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from ctypes import addressof, c_char
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import llguidance
-import numpy as np
-from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
+from guided.bitmask import Bitmask
 from guided.constraint import LINE_BREAK, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
-from guided.vocabulary import Vocabulary
+from guided.json_text import JsonObject
+from guided.vocabulary import TokenIds, Vocabulary
 
 if TYPE_CHECKING:
     from guided.backends.llguidance.schema import LLGuidanceLowering
@@ -56,23 +57,21 @@ class LLGuidanceBackend(Backend):
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         from guided.backends.llguidance.tag import TagGrammar
 
-        special: set[int] = set()
         if constraint.kind == "structural_tag":
             tag = TagGrammar(constraint, self._vocabulary.special_names, self._inner)
-            source = json.dumps(tag.source())
-            special = tag.special_token_ids
-            checked = tag.checked
+            grammar = self._grammar(constraint, json.dumps(tag.source()), tag.special_token_ids)
+            grammar.checked = tuple(tag.checked)
         else:
             source, checked = self._source(constraint)
-        grammar = self._grammar(constraint, source, frozenset(special))
-        grammar.checked = tuple(checked)
+            grammar = self._grammar(constraint, source)
+            grammar.checked = tuple(checked)
         return grammar
 
     def load(self, constraint: Constraint, dumped: memoryview) -> CompiledGrammar:
         source, special = json.loads(bytes(dumped))
-        return self._grammar(constraint, source, frozenset(special))
+        return self._grammar(constraint, source, special)
 
-    def _grammar(self, constraint: Constraint, source: str, special: frozenset[int]) -> CompiledGrammar:
+    def _grammar(self, constraint: Constraint, source: str, special: Iterable[int] = ()) -> CompiledGrammar:
         limits = None
         if constraint.kind != "grammar":
             # Maximum number of parser items at one position (`max_items_in_row`). llguidance's default admits only
@@ -84,7 +83,7 @@ class LLGuidanceBackend(Backend):
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refusal(matcher.get_error(), constraint)
-        return LLGuidanceGrammar(self._vocabulary, matcher, source, special)
+        return LLGuidanceGrammar(self._vocabulary, matcher, source, frozenset(special))
 
     def _source(self, constraint: Constraint) -> tuple[str, list[str]]:
         """Return the constraint in llguidance's own format, and the pointers of the keywords that are left out."""
@@ -106,34 +105,32 @@ class LLGuidanceBackend(Backend):
         assert texts is not None
         return str(make.grammar_from_regex(regex.render(texts))), []
 
-    def _inner(self, content: Constraint) -> tuple[dict[str, Any], list[str]]:
+    def _inner(self, content: Constraint) -> tuple[JsonObject, list[str]]:
         """Return a content of a structural tag as an entry of llguidance's list of grammars; see `_source`."""
         if content.kind == "grammar":
             from guided.backends.grammar import check_lark
 
-            self._grammar(content, self._source(content)[0], frozenset())  # its errors point to this content
+            self._grammar(content, self._source(content)[0])  # its errors point to this content
             return {"lark_grammar": check_lark(content.source)}, []
         source, checked = self._source(content)
         return json.loads(source)["grammars"][0], checked
 
 
+@dataclass(eq=False)
 class LLGuidanceGrammar(CompiledGrammar):
     """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, start: llguidance.LLMatcher, source: str, special: frozenset[int]
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._start = start
-        self._source = source
-        self.special_token_ids = special
+    vocabulary: Vocabulary
+    start: llguidance.LLMatcher
+    source: str
+    special_token_ids: frozenset[int]
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy())
+        return LLGuidanceMatcher(self.vocabulary, self.start.deep_copy())
 
     def dump(self) -> bytes:
         """Return the constraint in llguidance's own format: matchers can't be serialised."""
-        return json.dumps([self._source, sorted(self.special_token_ids)]).encode()
+        return json.dumps([self.source, sorted(self.special_token_ids)]).encode()
 
 
 class LLGuidanceMatcher(TextMatcher):
@@ -156,7 +153,7 @@ class LLGuidanceMatcher(TextMatcher):
                 self._check()
             raise TokenRejected(f"token {token_ids[accepted]} is not allowed here")
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
+    def fill_bitmask(self, row: Bitmask) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         self.native.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(row.data)), row.nbytes)
         self._check()
@@ -174,7 +171,7 @@ class LLGuidanceMatcher(TextMatcher):
         self._check()
         return bool(accepting)
 
-    def accepts(self, token_ids: Sequence[int]) -> int:
+    def accepts(self, token_ids: TokenIds) -> int:
         return int(self.native.validate_tokens(list(token_ids)))
 
     def forced_tokens(self) -> list[int]:
@@ -226,7 +223,7 @@ def _json_source(lowering: LLGuidanceLowering, whitespace: str | None) -> str:
     """Return a schema in llguidance's own format."""
     schema = lowering.document()
     # An unknown option is an error, so only those of version 1.7 are set here.
-    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
+    options: JsonObject = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
     if lowering.names_properties:
         # Letters that may follow a backslash in JSON strings. Without `u`: llguidance allows the same escapes in
         # additional keys, so `{"\u0061": ...}` would evade the schema of `a`.
@@ -237,7 +234,7 @@ def _json_source(lowering: LLGuidanceLowering, whitespace: str | None) -> str:
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 
 
-def _spaced(whitespace: str | None) -> dict[str, Any]:
+def _spaced(whitespace: str | None) -> JsonObject:
     """Return the whitespace between JSON tokens as options. (The separators are regexes in all releases.)"""
     if whitespace and REPEATS_WHITESPACE:
         raise UnsupportedConstraint(
@@ -264,7 +261,9 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
 def _refusal(message: str, constraint: Constraint) -> Exception:
     """Return the error for a message of llguidance."""
     said = message.partition("<state>")[0].rstrip()
-    reason = bounded(said if constraint.kind == "grammar" else " ".join(said.split()))  # lines with a caret
+    if constraint.kind != "grammar":
+        said = " ".join(said.split())  # it has lines, with a caret
+    reason = bounded(said)
     if "nsatisfiable" in reason and constraint.kind != "json_schema":
         return InvalidConstraint(f"no output satisfies this {constraint.kind}: {reason}", param=constraint.kind)
     if constraint.kind == "grammar":

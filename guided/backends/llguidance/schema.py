@@ -18,15 +18,15 @@ from contextlib import suppress
 from decimal import Decimal
 from functools import lru_cache
 from itertools import chain, combinations
-from math import comb, prod
+from math import comb, inf, prod
 from typing import Any
 
-from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, counts
+from guided.backends.schema_lowering import SchemaLowering, any_of, only
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
-from guided.regex import tree as regex
+from guided.json_text import JsonObject
 from guided.regex.parser import parse_search
-from guided.regex.tree import Chars
+from guided.regex.tree import Chars, complement, intersection, map_chars, points, render
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
 from guided.schema.keywords import Schema, numbers_in
@@ -37,11 +37,11 @@ _OWN_FORMATS = frozenset(("ipv4", "ipv6", "uuid", "uri"))
 """Formats that llguidance enforces by the RFCs.
 
 Its `duration` limits no number of digits, its `email` no length of a label, its `hostname` not the whole length."""
-_CONTROLS = regex.ranges_of([(0, 0x7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F)])
+_CONTROLS = points([*range(0x8), 0xB, *range(0xE, 0x20), 0x7F])
 """Characters that llguidance writes as `\\u0000` only."""
 _MAX_CHOICES = 40
 """Maximum number of alternatives for counts of properties."""
-_CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
+_CONTROLS_AND_ESCAPED = points([*range(0x20), *b'"\\'])
 
 
 class LLGuidanceLowering(SchemaLowering):
@@ -57,7 +57,7 @@ class LLGuidanceLowering(SchemaLowering):
         self._merges = '"allOf":' in json.dumps([self.form.root, self.form.definitions])
         """llguidance merges parts of the schema. A common multiple may then have more than 32 bits, unnoticed."""
 
-    def _lower(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def _lower(self, schema: JsonObject) -> JsonObject:
         if "allOf" in schema:
             return {"allOf": [self.lower(part) for part in schema["allOf"]]}
         if "not" in schema:
@@ -66,13 +66,7 @@ class LLGuidanceLowering(SchemaLowering):
             return self._other_strings(schema)
         return super()._lower(schema)
 
-    def part(self, schema: Schema) -> Schema:
-        """Lower the schema of a property or an item, which may be false."""
-        if schema is False:
-            return False
-        return self.lower(schema)
-
-    def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
+    def finite(self, schema: JsonObject, keyword: str, values: list[Any]) -> JsonObject:
         for value in numbers_in(values):
             if not _is_exact(value):
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it has too many digits")
@@ -80,16 +74,14 @@ class LLGuidanceLowering(SchemaLowering):
             raise self.refusal(schema, keyword, " with a control character")
         return {"enum": values}
 
-    def string(self, schema: dict[str, Any]) -> dict[str, Any]:
-        least = int(schema.get("minLength", 0))
-        most = schema.get("maxLength")
-        lengths = counts("minLength", least, "maxLength", None if most is None else int(most))
+    def string(self, schema: JsonObject) -> JsonObject:
+        lengths = only(schema, "minLength", "maxLength")
         pattern = schema.get("pattern", "")
         if pattern and lengths:
             with suppress(InvalidConstraint):  # for the library, each state of the pattern has each length
                 pattern = pattern_of(schema)
                 lengths = {}
-        lowered: dict[str, Any] = {"type": "string", **lengths}
+        lowered: JsonObject = {"type": "string", **lengths}
         parts = [lowered]
         if schema.get("format") in _OWN_FORMATS:
             lowered["format"] = schema["format"]
@@ -101,7 +93,7 @@ class LLGuidanceLowering(SchemaLowering):
             return {"allOf": parts}
         return parts[0] | parts[-1]
 
-    def _other_strings(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def _other_strings(self, schema: JsonObject) -> JsonObject:
         """Lower the type string with `not`: to a pattern for the strings that `not` does not exclude."""
         try:
             pattern = complement_of(schema["not"])
@@ -111,13 +103,13 @@ class LLGuidanceLowering(SchemaLowering):
         others = {"pattern": self._pattern(schema, "not", pattern)}
         return {"allOf": [self.lower(self.form.copied(schema, kept)), others]}
 
-    def _pattern(self, schema: dict[str, Any], keyword: str, pattern: str) -> str:
+    def _pattern(self, schema: JsonObject, keyword: str, pattern: str) -> str:
         try:
             return _common_pattern(pattern)
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, keyword) from None
 
-    def numeric(self, schema: dict[str, Any], kind: str) -> dict[str, Any]:
+    def numeric(self, schema: JsonObject, kind: str) -> JsonObject:
         """Lower to one alternative for each number of decimals.
 
         Of a bound with decimals, the library excludes what it begins with (`maximum: 0.95` excludes 0.9), and of the
@@ -128,11 +120,11 @@ class LLGuidanceLowering(SchemaLowering):
         if has_multiple and self._merges:
             raise self.refusal(schema, "multipleOf", " next to 'allOf'")
         if has_multiple and numbers.are_few:  # the library's own check that there is one is not exact
-            return {"enum": [numbers.value(units) for units in numbers.units]}
-        options: list[dict[str, Any]] = []
+            return {"enum": list(map(numbers.value, numbers.units))}
+        options: list[JsonObject] = []
         for decimals in range(numbers.decimals + 1):
             part = numbers.with_decimals(decimals)
-            lowered: dict[str, Any] = {"type": kind, **part.bounds()}
+            lowered: JsonObject = {"type": kind, **part.bounds()}
             if has_multiple:
                 lowered["multipleOf"] = part.value(part.step)
                 if not _is_readable(lowered["multipleOf"], decimals):
@@ -141,22 +133,21 @@ class LLGuidanceLowering(SchemaLowering):
                 options.append(lowered)
         return any_of(options)
 
-    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
-        prefix, items, least, most = shape
-        lowered: dict[str, Any] = {"type": "array", **counts("minItems", least, "maxItems", most)}
-        if prefix:
-            lowered["prefixItems"] = [self.part(item) for item in prefix]
-        if items is not True:
-            lowered["items"] = self.part(items)
+    def array(self, schema: JsonObject) -> JsonObject:
+        lowered: JsonObject = {"type": "array", **only(schema, "minItems", "maxItems")}
+        if schema.get("prefixItems"):
+            lowered["prefixItems"] = [self.part(item) for item in schema["prefixItems"]]
+        if "items" in schema:
+            lowered["items"] = self.part(schema["items"])
         return lowered
 
-    def object(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def object(self, schema: JsonObject) -> JsonObject:
         properties, patterns, rest = self._named(schema)
         patterns = self._apart(schema, properties, patterns)
         if self.distinct_names and properties and not patterns and rest is not False:
-            patterns = {f"^(?:{regex.render(other_names(properties))})$": rest}
+            patterns = {f"^(?:{render(other_names(properties))})$": rest}
             rest = False
-        lowered: dict[str, Any] = {"type": "object"}
+        lowered: JsonObject = {"type": "object"}
         if properties:
             lowered["properties"] = {name: self.part(value) for name, value in properties.items()}
         if patterns:
@@ -167,16 +158,15 @@ class LLGuidanceLowering(SchemaLowering):
             lowered["patternProperties"] = written
         if rest is not True:
             lowered["additionalProperties"] = self.part(rest)
-        required = list(dict.fromkeys(schema.get("required", ())))
-        if required:
-            lowered["required"] = required
-        self.names_properties |= bool(patterns or (rest is not False and (properties or required)))
+        lowered |= only(schema, "required")
+        if patterns or (rest is not False and lowered.keys() & {"properties", "required"}):
+            self.names_properties = True
         return self._counted(schema, lowered, closed=rest is False and not patterns)
 
-    def _named(self, schema: dict[str, Any]) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
+    def _named(self, schema: JsonObject) -> tuple[JsonObject, JsonObject, Schema]:
         """Return the schemas of properties by name, by pattern, and of others, as `propertyNames` restricts them."""
-        properties: dict[str, Schema] = schema.get("properties", {})
-        patterns: dict[str, Schema] = schema.get("patternProperties", {})
+        properties: JsonObject = schema.get("properties", {})
+        patterns: JsonObject = schema.get("patternProperties", {})
         rest: Schema = schema.get("additionalProperties", True)
         names = schema.get("propertyNames", True)
         if names is True:
@@ -190,62 +180,67 @@ class LLGuidanceLowering(SchemaLowering):
             pattern = pattern_of(names)
         except UnsupportedConstraint:
             raise self.refusal(schema, "propertyNames") from None
-        properties = {
-            name: value if string_pattern.matches(pattern, name) else False for name, value in properties.items()
-        }
-        return properties, {} if rest is False else {pattern: rest}, False
+        forbidden = [name for name in properties if not string_pattern.matches(pattern, name)]
+        properties = properties | dict.fromkeys(forbidden, False)
+        if rest is False:
+            return properties, {}, False
+        return properties, {pattern: rest}, False
 
-    def _apart(
-        self, schema: dict[str, Any], properties: dict[str, Schema], patterns: dict[str, Schema]
-    ) -> dict[str, Schema]:
+    def _apart(self, schema: JsonObject, properties: JsonObject, patterns: JsonObject) -> JsonObject:
         """Exclude named properties from the patterns that they match: the canonical form has merged the two."""
         disjoint = {}
         for pattern, value in patterns.items():
+            keyword = "propertyNames"
+            if pattern in schema.get("patternProperties", {}):
+                keyword = "patternProperties"
             names = [name for name in properties if string_pattern.matches(pattern, name)]
-            apart = '{"$ref": ' in json.dumps(value) or pattern not in schema.get("patternProperties", {})
-            try:
-                disjoint[without(pattern, names) if names and apart else pattern] = value
-            except UnsupportedConstraint:
-                if pattern in schema.get("patternProperties", {}):
-                    keyword = "patternProperties"
-                else:
-                    keyword = "propertyNames"
-                raise self.refusal(schema, keyword, " that match named properties too") from None
+            others = pattern
+            if names and (keyword == "propertyNames" or '{"$ref": ' in json.dumps(value)):
+                try:
+                    others = without(pattern, names)
+                except UnsupportedConstraint:
+                    raise self.refusal(schema, keyword, " that match named properties too") from None
+            disjoint[others] = value
         return disjoint
 
-    def _counted(self, schema: dict[str, Any], lowered: dict[str, Any], *, closed: bool) -> dict[str, Any]:
+    def _counted(self, schema: JsonObject, lowered: JsonObject, *, closed: bool) -> JsonObject:
         """Add `minProperties` and `maxProperties`, which llguidance counts only where every named property is required.
 
         Otherwise there is an alternative for each choice of further properties.
         """
         required = lowered.get("required", [])
         named = lowered.get("properties", {})
-        least = int(schema.get("minProperties", 0))
-        most = schema.get("maxProperties")
-        missing = max(0, least - len(required))
         optional = [name for name, value in named.items() if value is not False and name not in required]
-        room = len(optional) if most is None else int(most) - len(required)
-        if closed:
-            room = min(room, len(optional))
-        if not missing and (most is None or (closed and room == len(optional))):
-            return lowered
+        bounds = only(schema, "minProperties", "maxProperties")
+        missing = max(0, bounds.get("minProperties", 0) - len(required))
+        room = bounds.get("maxProperties", inf) - len(required)
         if missing > 1 and not closed:
-            raise self.refusal(schema, "minProperties", f" {least}: the same name would count twice")
-        bounds = counts("minProperties", least if missing else 0, "maxProperties", None if most is None else int(most))
-        if not optional:
+            raise self.refusal(schema, "minProperties", f" {schema['minProperties']}: the same name would count twice")
+        if missing == 0:
+            bounds.pop("minProperties", None)
+        if closed and room >= len(optional):
+            bounds.pop("maxProperties", None)
+        if not bounds or not optional:
             return lowered | bounds
-        is_exact = most is not None
-        sizes = range(missing if closed else 0, room + 1) if is_exact else [missing]
+        if "maxProperties" not in bounds:
+            keyword = "minProperties"
+            sizes = range(missing, missing + 1)
+        else:
+            keyword = "maxProperties"
+            sizes = range(missing if closed else 0, room + 1)
         if sum(comb(len(optional), size) for size in sizes) > _MAX_CHOICES:
-            keyword = "maxProperties" if is_exact else "minProperties"
             raise self.refusal(schema, keyword, f" with {len(optional)} optional properties")
         options = []
         for chosen in chain.from_iterable(combinations(optional, size) for size in sizes):
-            earlier = optional if is_exact else optional[: optional.index(chosen[-1])]
-            left_out = dict.fromkeys((name for name in earlier if name not in chosen), False)
-            limits = {} if closed or not is_exact else bounds
-            options.append({**lowered, "properties": named | left_out, "required": [*required, *chosen], **limits})
-        if not closed and not is_exact:
+            others = optional
+            if keyword == "minProperties":
+                others = optional[: optional.index(chosen[-1])]
+            left_out = dict.fromkeys((name for name in others if name not in chosen), False)
+            option = {**lowered, "properties": named | left_out, "required": [*required, *chosen]}
+            if keyword == "maxProperties" and not closed:
+                option |= bounds
+            options.append(option)
+        if keyword == "minProperties" and not closed:
             options.append({**lowered, "properties": named | dict.fromkeys(optional, False), **bounds})
         return any_of(options)
 
@@ -280,10 +275,10 @@ def _common_pattern(pattern: str) -> str:
     """
 
     def safe(chars: Chars) -> Chars:
-        if regex.intersection(chars.ranges, _CONTROLS_AND_ESCAPED) == _CONTROLS_AND_ESCAPED:
+        if intersection(chars.ranges, _CONTROLS_AND_ESCAPED) == _CONTROLS_AND_ESCAPED:
             return chars
-        if ranges := regex.intersection(chars.ranges, regex.complement(_CONTROLS)):
+        if ranges := intersection(chars.ranges, complement(_CONTROLS)):
             return Chars(ranges)
         raise UnsupportedConstraint("the pattern needs a control character")
 
-    return f"^(?:{regex.render(regex.map_chars(parse_search(pattern), safe))})$"
+    return f"^(?:{render(map_chars(parse_search(pattern), safe))})$"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby, takewhile
-from typing import Any
+from itertools import groupby
+from os.path import commonprefix
 
 from guided.backends.grammar import slashed
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, UnsupportedConstraint, bounded
+from guided.json_text import JsonObject
 from guided.regex import tree as regex
 from guided.tags.structural_tag import (
     Content,
@@ -36,10 +37,9 @@ _ANYTHING = "/(?s:.*)/"
 _EMPTY = '""'
 
 
-_AGAIN = object()
+_AGAIN = Series(())
 """The end of a loop's body: the loop follows."""
-_Items = tuple[Any, ...]
-"""Nodes, and `_AGAIN` at the end."""
+_Items = tuple[Node, ...]
 _Head = tuple[Text | Token, _Items]
 """The literal or the token with which an alternative begins, and the rest of it."""
 
@@ -57,12 +57,12 @@ class TagGrammar:
         self,
         constraint: Constraint,
         special: Mapping[str, int],
-        grammar_of: Callable[[Constraint], tuple[dict[str, Any], list[str]]],
+        grammar_of: Callable[[Constraint], tuple[JsonObject, list[str]]],
     ) -> None:
         self._constraint = constraint
         self._special = special
         names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
-        self._names_in = re.compile(f"({names})" if names else r"((?!))")
+        self._names_in = re.compile(f"({names or '(?!)'})")
         self._grammar_of = grammar_of
         self._names: dict[str, str] = {}
         """Body of a lexeme -> its name."""
@@ -70,14 +70,14 @@ class TagGrammar:
         """Name of a lexeme -> the rule that takes it as early as possible."""
         self._rules: dict[Node, tuple[str, str]] = {}
         """Alternatives with ends of their own, which are written once -> name and body of their rule."""
-        self._inner: dict[Content, dict[str, Any]] = {}
+        self._inner: dict[Content, JsonObject] = {}
         self._parts = 0
         self.special_token_ids: set[int] = set()
         """The special tokens that the grammar uses."""
         self.checked: list[str] = []
         """JSON pointers of the keywords of schemas that the grammar leaves out."""
 
-    def source(self) -> dict[str, Any]:
+    def source(self) -> JsonObject:
         """Return the grammars in llguidance's format.
 
         Raises:
@@ -99,8 +99,6 @@ class TagGrammar:
             return ""
         first = items[0]
         rest = items[1:]
-        if first is _AGAIN:
-            return ""
         match first:
             case Series(inner):
                 return self._series((*inner, *rest))
@@ -108,14 +106,14 @@ class TagGrammar:
                 pieces = self._pieces(text)
                 if pieces != [first]:
                     return self._series((*pieces, *rest))
-                return f"{_literal(text)} {self._series(rest)}"
+                part = _literal(text)
             case Token():
-                return f"{self._token(first)} {self._series(rest)}"
+                part = self._token(first)
             case Either(options) if not any(map(self._is_open, options)):
                 if first not in self._rules:
                     body = self._alternatives(options)
                     self._rules[first] = (f"r{len(self._rules)}", body)
-                return f"{self._rules[first][0]} {self._series(rest)}"
+                part = self._rules[first][0]
             case Either(options):
                 return self._alternatives(options, rest)
             case Times(item, low, high):
@@ -123,15 +121,14 @@ class TagGrammar:
             case FreeText(excludes):
                 return self._text(excludes, [], rest)
             case Dispatch(rules, loop, excludes):
+                after = rest
                 if loop:
                     after = (_AGAIN,)
-                else:
-                    after = rest
                 heads = [head for trigger, node in rules for head in self._heads((trigger, node, *after))]
                 return self._text(excludes, heads, rest, loop=loop)
             case Content():
                 return self._content(first, rest)
-        raise AssertionError(first)
+        return f"{part} {self._series(rest)}"
 
     def _alternatives(self, options: Sequence[Node], rest: _Items = ()) -> str:
         """Return the expression for one of `options`, and then `rest`."""
@@ -160,8 +157,7 @@ class TagGrammar:
                 options.append(f"{self._token(head)} {self._alternatives([Series(rest) for _, rest in same])}")
             else:
                 texts = [(text.text, rest) for text, rest in same if isinstance(text, Text)]
-                pairs = zip(texts[0][0], texts[-1][0], strict=False)  # they are sorted
-                common = "".join(left for left, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                common = commonprefix([text for text, _ in texts])  # noqa: RUF071 -- of texts, which are no paths
                 below = [Series((Text(text[len(common) :]), *rest)) for text, rest in texts]
                 options.append(f"{_literal(common)} {self._alternatives(below)}")
         return _any(options)
@@ -169,18 +165,22 @@ class TagGrammar:
     def _repeated(self, item: Node, low: int, high: int | None, rest: _Items) -> str:
         if high == 0:
             return self._series(rest)
+        if high == 1 and low == 0:
+            return self._alternatives([item, Series(())], rest)
         if high == 1:
-            return self._alternatives([item, *([Series(())] if low == 0 else ())], rest)
+            return self._series((item, *rest))
         if self._is_open(item):
             raise self._ambiguous("itself, and has no end of its own")
-        return f"({self._series((item,)) or _EMPTY}){{{low},{'' if high is None else high}}} {self._series(rest)}"
+        counts = f"{{{low},}}"
+        if high is not None:
+            counts = f"{{{low},{high}}}"
+        return f"({self._series((item,)) or _EMPTY}){counts} {self._series(rest)}"
 
     def _text(self, excludes: tuple[str, ...], heads: Sequence[_Head], rest: _Items, *, loop: bool = False) -> str:
         """Return free text up to one of `heads` (in a loop: again and again); or free text, and then `rest`."""
+        exits: list[_Head] = []
         if rest:
             exits = self._heads(rest)
-        else:
-            exits = []
         stops = [head for head, _ in (*heads, *exits)]
         literals = {head.text for head in stops if isinstance(head, Text)}
         for text in literals:
@@ -189,10 +189,9 @@ class TagGrammar:
         names = self._special_in(stops)
         body = self._lexeme(_without({*excludes, *names}))
         plain = self._lexeme(_without({*excludes, *names, *literals}))
+        last = plain
         if rest:
             last = self._until(body, plain, exits)
-        else:
-            last = plain
         if not heads:
             return last
         once = self._until(body, plain, heads)
@@ -223,21 +222,21 @@ class TagGrammar:
                 self.checked += [content.pointer + place for place in checked]
                 self._inner[content] = {**grammar, "name": f"c{len(self._inner)}"}
             return f"@{self._inner[content]['name']} {self._series(rest)}"
-        if rest:
-            heads = self._heads(rest)
-        else:
-            heads = []
+        if not rest:
+            return self._lexeme(slashed(texts))
+        heads = self._heads(rest)
+        body = slashed(texts)
         names = self._special_in(head for head, _ in heads)
-        body = self._lexeme(slashed(texts) + (f" & {_without(names)}" if names else ""))
-        if rest:
-            return self._until(body, body, heads)
-        return body
+        if names:
+            body += f" & {_without(names)}"
+        lexeme = self._lexeme(body)
+        return self._until(lexeme, lexeme, heads)
 
     def _texts(self, content: Content) -> regex.Node | None:
         with located(content, "structural_tag"):
             return self._constraint.inner(content).texts
 
-    def _is_open(self, node: Any) -> bool:
+    def _is_open(self, node: Node) -> bool:
         """Whether the end of `node` depends on the text after it."""
         return any(
             isinstance(end, FreeText | Dispatch) or (isinstance(end, Content) and self._texts(end) is not None)
@@ -261,9 +260,13 @@ class TagGrammar:
                     return [(first, rest)]
                 case Either(options):
                     return [head for option in options for head in self._heads((option, *rest))]
-                case Times(item, low, high) if not self._is_open(item):
-                    fewer = () if high == 1 else (Times(item, max(low - 1, 0), None if high is None else high - 1),)
-                    return [*self._heads((item, *fewer, *rest)), *([] if low else self._heads(rest))]
+                case Times(_, _, 0):
+                    return self._heads(rest)
+                case Times(item, low) if not self._is_open(item):
+                    heads = self._heads((item, first.after_one(), *rest))
+                    if low == 0:
+                        heads += self._heads(rest)
+                    return heads
         raise self._ambiguous("something else than literal text")
 
     def _pieces(self, text: str) -> list[Text | Token]:
@@ -272,11 +275,10 @@ class TagGrammar:
         return [Token(part) if index % 2 else Text(part) for index, part in parts if part] or [Text("")]
 
     def _token(self, token: Token) -> str:
-        if isinstance(token.token, str):
-            number = self._special.get(str(token.token))
-        else:
-            number = token.token
-        if number is None or number not in self._special.values():
+        number = token.token
+        if isinstance(number, str):
+            number = self._special.get(number, -1)
+        if number not in self._special.values():
             message = f"{bounded(repr(token.token), 60)} is no special token that an output may contain"
             raise UnsupportedConstraint(f"{message} (a stop token ends it, and is left out)", param="structural_tag")
         self.special_token_ids.add(number)
@@ -306,9 +308,9 @@ def _order(head: _Head) -> tuple[int, str, str]:
 
 
 def _literal(text: str) -> str:
-    if text:
-        return slashed(regex.literal(text))
-    return ""
+    if not text:
+        return ""
+    return slashed(regex.literal(text))
 
 
 def _without(strings: Iterable[str]) -> str:

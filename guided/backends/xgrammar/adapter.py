@@ -4,7 +4,7 @@ Compilation takes a second on average, and sometimes it never ends: run it in a 
 
 Properties of the library that the adapter compensates:
 
-- It ignores keywords that it doesn't know: `xgrammar_schema.py` refuses such schemas.
+- It ignores keywords that it doesn't know: `schema.py` beside this file refuses such schemas.
 - Where it allows "any character", it allows surrogates over several tokens, and any bytes in the free text of a
   structural tag. What is no UTF-8 is masked here.
 - It sets bits of special tokens when nearly everything is allowed: the worker clears them.
@@ -19,11 +19,11 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.grammar import syntax
@@ -31,9 +31,10 @@ from guided.backends.without_torch import import_xgrammar
 from guided.backends.xgrammar.ebnf import ebnf, exact, gbnf, quoted
 from guided.backends.xgrammar.schema import XGrammarLowering
 from guided.backends.xgrammar.tag import TagFormat
-from guided.bitmask import pack
+from guided.bitmask import Bitmask
 from guided.constraint import MAX_INDENT, Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
+from guided.json_text import JsonObject
 from guided.regex.parser import parse
 from guided.schema import string_pattern
 from guided.vocabulary import Vocabulary
@@ -48,10 +49,9 @@ reading xgrammar's JSON takes longer (0.31 s and 0.15 s instead of 0.31 s with 1
 
 def _message(error: BaseException) -> str:
     # xgrammar may cut its quotations within a character.
+    text = str(error)
     if isinstance(error, UnicodeDecodeError):
         text = error.object.decode("utf-8", "replace")
-    else:
-        text = str(error)
     # Without the place in its sources, and the column in a line that `gbnf` has rewritten.
     return bounded(re.sub(r"^\[[\d:]+\] \S+?:\d+: |, column \d+", "", text).strip())
 
@@ -73,18 +73,19 @@ class XGrammarBackend(Backend):
         started = time.thread_time()
         try:
             source, checked = self._grammar(constraint)
-            tag = constraint.kind == "structural_tag"
-            compiled = (self._compiler.compile_structural_tag if tag else self._compiler.compile_grammar)(source)
+            if constraint.kind == "structural_tag":
+                compiled = self._compiler.compile_structural_tag(source)
+            else:
+                compiled = self._compiler.compile_grammar(source)
             grammar = XGrammarGrammar(self._tokens, compiled, time.thread_time() - started)
             grammar.checked = checked
             return grammar
         except (RuntimeError, UnicodeDecodeError) as error:
             # Malformed schemas and regexes were refused before: xgrammar can't enforce the others.
+            message = f"xgrammar refuses the {constraint.kind}: {_message(error)}"
             if constraint.kind == "grammar":
-                refusal = InvalidConstraint
-            else:
-                refusal = UnsupportedConstraint
-            raise refusal(f"xgrammar refuses the {constraint.kind}: {_message(error)}", param=constraint.kind) from None
+                raise InvalidConstraint(message, param="grammar") from None
+            raise UnsupportedConstraint(message, param=constraint.kind) from None
 
     def load(self, constraint: Constraint, dumped: memoryview) -> XGrammarGrammar:
         if not dumped:
@@ -109,7 +110,8 @@ class XGrammarBackend(Backend):
                 return f"root ::= {ebnf(parse(constraint.source))}"
             case "choice":
                 return f"root ::= {' | '.join(map(quoted, constraint.value))}"
-        if attribute := _ATTRIBUTE.search(constraint.source):
+        attribute = _ATTRIBUTE.search(constraint.source)
+        if attribute is not None:
             message = f"xgrammar has no attributes of rules, such as {bounded(attribute[0], 60)!r}"
             raise UnsupportedConstraint(message, param="grammar")
         if syntax(constraint.source) == "lark":
@@ -132,7 +134,7 @@ class XGrammarBackend(Backend):
                 param="whitespace_pattern",
             )
         # Not strict: an object is open unless its schema closes it.
-        style: dict[str, Any] = {"any_whitespace": True, "strict_mode": False}
+        style: JsonObject = {"any_whitespace": True, "strict_mode": False}
         if whitespace is not None:
             style |= {"any_whitespace": False, "separators": (",", ":")}
         text = json.dumps(schema.document(), ensure_ascii=False)
@@ -155,11 +157,9 @@ _ESCAPES = (
 def _corrected(grammar: str, schema: XGrammarLowering) -> str:
     """Correct the mistakes in xgrammar's grammar of a schema (see `XGrammarLowering`)."""
     # No literal of JSON text looks like these rules, nor like the placeholder of a pattern.
-    # Named properties are without `u0061` and `/`, which would be a second way to write a character.
-    if schema.open_names:
+    escapes = _ESCAPES
+    if schema.open_names:  # without `u0061` and `/`, which would be a second way to write a character of a name
         escapes = r"([\"\\bfnrt])"
-    else:
-        escapes = _ESCAPES
     mistakes = [(r"(?m)^basic_escape ::= .*$", f"basic_escape ::= {escapes}")]
     if schema.open_names and schema.distinct_names:
         grammar = _with_other_names(grammar)
@@ -226,26 +226,23 @@ _USUALLY_SPACED = (
 """Replacements that make xgrammar's whitespace the default of `guided.constraint.LINE_BREAK`, in this order."""
 
 
+@dataclass(eq=False)
 class XGrammarGrammar(CompiledGrammar):
-    """A compiled grammar, without the vocabulary.
+    """A compiled grammar, without the vocabulary."""
 
-    Args:
-        seconds: CPU time of the compilation.
-    """
-
-    def __init__(self, tokens: _SharedTokens, compiled: Any, seconds: float) -> None:
-        self._tokens = tokens
-        self._compiled = compiled
-        self._seconds = seconds
+    tokens: _SharedTokens
+    compiled: Any
+    seconds: float
+    """CPU time of the compilation."""
 
     def matcher(self) -> XGrammarMatcher:
-        return XGrammarMatcher(self._tokens, xgrammar.GrammarMatcher(self._compiled))
+        return XGrammarMatcher(self.tokens, xgrammar.GrammarMatcher(self.compiled))
 
     def dump(self) -> bytes:
         """Return xgrammar's own JSON, without the tokenizer; empty if compiling again is quick."""
-        if self._seconds < QUICK_SECONDS:
+        if self.seconds < QUICK_SECONDS:
             return b""
-        return str(self._compiled.serialize_json()).encode("utf-8")
+        return str(self.compiled.serialize_json()).encode()
 
 
 class XGrammarMatcher(TextMatcher):
@@ -266,7 +263,7 @@ class XGrammarMatcher(TextMatcher):
             if rest is None or not self.native.accept_token(token):
                 raise TokenRejected(f"token {token} is not allowed here")
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> bool:
+    def fill_bitmask(self, row: Bitmask) -> bool:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         if not self.native.fill_next_token_bitmask(row):
             row.fill(-1)  # everything is allowed
@@ -304,13 +301,13 @@ class _SharedTokens:
             return b""
         return _unfinished(self.vocabulary.decode(tokens[-4:]).lstrip(_CONTINUING)) or b""
 
-    def _after(self, rest: bytes) -> NDArray[np.int32]:
+    def _after(self, rest: bytes) -> Bitmask:
         """Return a mask without the tokens that are no UTF-8 after the beginning of a character."""
         if not rest:
-            return ~pack(self._wrong, self.vocabulary.padded_vocab_size)
+            return ~self.vocabulary.mask(self._wrong)
         texts = ((token, rest + self.vocabulary.token_bytes[token]) for token in self._wrong)
         fitting = [token for token, text in texts if _unfinished(text) is not None]
-        return pack(fitting, self.vocabulary.padded_vocab_size)
+        return self.vocabulary.mask(fitting)
 
 
 _CONTINUING = bytes(range(0x80, 0xC0))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from guided.regex import tree as regex
 from guided.regex.parser import parse
-from guided.regex.tree import Chars, Choice, Concatenation, Node, Ranges, Repeat, across_surrogates
+from guided.regex.tree import UNIVERSE, Chars, Choice, Concatenation, Node, Ranges, Repeat, across_surrogates
 
 
 def quoted(text: str) -> str:
@@ -17,7 +16,7 @@ def quoted(text: str) -> str:
 
 def exact(grammar: str) -> str:
     """Return a grammar in which each `\\x` has two digits, as xgrammar prints it: it reads more, so `é0` is lost."""
-    return re.sub(r"\\(?:x([0-9A-Fa-f]{2})|.)", lambda escape: f"\\u00{escape[1]}" if escape[1] else escape[0], grammar)
+    return re.sub(r"(\\[^x])|\\x([0-9A-Fa-f]{2})", lambda escape: escape[1] or f"\\u00{escape[2]}", grammar)
 
 
 def ebnf(node: Node) -> str:
@@ -28,9 +27,11 @@ def ebnf(node: Node) -> str:
             # for a class beyond ASCII behind another one: it allows tokens that it does not accept. Alternatives and
             # counts are right, but masks of repeated ones take 20 ms.
             joined = across_surrogates(ranges)
-            parts = [_class([(low, high) for low, high in joined if high < 0x80])]
-            parts += [_class([(low, high)]) + "{1}" for low, high in joined if high >= 0x80]
-            return "(" + " | ".join(filter(None, parts)) + ")"
+            parts = [_class(((low, high),)) + "{1}" for low, high in joined if high >= 0x80]
+            in_ascii = tuple((low, high) for low, high in joined if high < 0x80)
+            if in_ascii:
+                parts.insert(0, _class(in_ascii))
+            return f"({' | '.join(parts)})"
         case Concatenation(items):
             if items:
                 return f"({' '.join(map(ebnf, items))})"
@@ -49,14 +50,8 @@ def ebnf(node: Node) -> str:
             return f"{repeated}{{{low},{high}}}"
 
 
-def _class(ranges: Ranges | list[tuple[int, int]]) -> str:
-    if ranges:
-        return "[" + "".join(_range(low, high) for low, high in ranges) + "]"
-    return ""
-
-
-def _range(low: int, high: int) -> str:
-    return f"\\U{low:08x}" + (f"-\\U{high:08x}" if high > low else "")
+def _class(ranges: Ranges) -> str:
+    return "[" + "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges) + "]"
 
 
 _GBNF_TOKEN = re.compile(
@@ -81,7 +76,7 @@ def gbnf(text: str) -> str:
         if not token["chars"]:
             return token[0]
         if token["chars"] == ".":
-            return ebnf(Chars(regex.UNIVERSE)) + (token["repeated"] or "")
+            return ebnf(Chars(UNIVERSE)) + (token["repeated"] or "")
         node = parse(token["chars"], param="grammar")
         if token["repeated"]:
             return token[0]

@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
+from guided.backends.schema_lowering import SchemaLowering, only
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.json_text import JsonObject
 from guided.regex import tree as regex
 from guided.regex.parser import parse_search
 from guided.schema import string_pattern
 from guided.schema.formats import FORMATS
-from guided.schema.keywords import Schema, numbers_in
+from guided.schema.keywords import numbers_in
 from guided.schema.numbers import pattern_of
 
 _INT64 = 2**63 - 1024
@@ -43,41 +44,28 @@ class XGrammarLowering(SchemaLowering):
         """Rules for JSON text: between quotes (`pattern_0`), as xgrammar's own automata for patterns let `(a+b)?` match
         `a`, or of a number (`number_1`). In the lowered schema each is a string with the pattern `^pattern_0$`."""
 
-    def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
+    def finite(self, schema: JsonObject, keyword: str, values: list[Any]) -> JsonObject:
         for value in numbers_in(values):
             if isinstance(value, int) and abs(value) >= _INT64:
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}")
         return {"enum": values}
 
-    def string(self, schema: dict[str, Any]) -> dict[str, Any]:
-        least = int(schema.get("minLength", 0))
-        most = schema.get("maxLength")
-        if most is not None and most < _COUNT:
-            most = int(most)
-        else:
-            most = None
+    def string(self, schema: JsonObject) -> JsonObject:
         if "pattern" in schema and "format" in schema:
             raise self.refusal(schema, "pattern", " next to 'format'")
-        keyword = next((keyword for keyword in ("pattern", "format") if keyword in schema), None)
-        if keyword is not None:
+        if "pattern" in schema:
+            return self._of_pattern(schema, "pattern", schema["pattern"])
+        if "format" in schema:
             # xgrammar's own formats allow the 31st of February, 00:00:61, 222.046.46.46 and quotes in JSON pointers.
-            if keyword == "pattern":
-                pattern = schema["pattern"]
-            else:
-                pattern = FORMATS[schema["format"]]
-            return self._of_pattern(schema, keyword, pattern, least, most)
-        if most == 0:
-            return {"const": ""}
-        lengths = counts("minLength", least, "maxLength", most)
+            return self._of_pattern(schema, "format", FORMATS[schema["format"]])
+        lengths = _counts(schema, "minLength", "maxLength")
         self.lengths = self.lengths or bool(lengths)
         return {"type": "string", **lengths}
 
-    def _of_pattern(
-        self, schema: dict[str, Any], keyword: str, pattern: str, least: int, most: int | None
-    ) -> dict[str, Any]:
+    def _of_pattern(self, schema: JsonObject, keyword: str, pattern: str) -> JsonObject:
         """Lower strings with a match of `pattern`, which `keyword` demands."""
         try:
-            node = string_pattern.fit(parse_search(pattern), least, most)
+            node = string_pattern.fit(parse_search(pattern), schema.get("minLength", 0), schema.get("maxLength"))
             try:  # escapes make masks slow: see `xgrammar._corrected`
                 text = string_pattern.in_json(node, escapes=False)
             except UnsupportedConstraint:
@@ -86,13 +74,13 @@ class XGrammarLowering(SchemaLowering):
             raise self.at_keyword(error, schema, keyword) from None
         return self._rule("pattern", text)
 
-    def _rule(self, kind: str, node: regex.Node) -> dict[str, Any]:
+    def _rule(self, kind: str, node: regex.Node) -> JsonObject:
         """Add a rule for `node`, and return the schema that stands for it."""
         name = f"{kind}_{len(self.rules)}"
         self.rules[name] = node
         return {"type": "string", "pattern": f"^{name}$"}
 
-    def numeric(self, schema: dict[str, Any], kind: str) -> dict[str, Any]:
+    def numeric(self, schema: JsonObject, kind: str) -> JsonObject:
         numbers = self.numbers(schema, kind)
         if "multipleOf" not in schema:
             return {"type": kind, **numbers.bounds()}
@@ -101,45 +89,38 @@ class XGrammarLowering(SchemaLowering):
             raise self.refusal(schema, "multipleOf", f" {bounded(schema['multipleOf'], 40)}")
         return self._rule("number", node)
 
-    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
-        prefix, items, least, most = shape
-        if items is False and not prefix:
-            return {"type": "array", "maxItems": 0}
-        lowered: dict[str, Any] = {"type": "array"}
-        if prefix:
-            lowered["prefixItems"] = [self.lower(item) for item in prefix]
-        if items is False:
-            lowered["items"] = False
-        else:
-            lowered["items"] = self.lower(items)
-        if most is None or most >= _COUNT or items is False:
-            most = None
+    def array(self, schema: JsonObject) -> JsonObject:
         # Without `minItems`, xgrammar lets any number of a tuple's last items be missing.
-        return lowered | counts("minItems", least, "maxItems", most)
+        lowered: JsonObject = {"type": "array", **_counts(schema, "minItems", "maxItems")}
+        if schema.get("prefixItems"):
+            lowered["prefixItems"] = [self.lower(item) for item in schema["prefixItems"]]
+        lowered["items"] = self.part(schema.get("items", True))
+        return lowered
 
-    def object(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def object(self, schema: JsonObject) -> JsonObject:
         required = schema.get("required", [])
         rest = schema.get("additionalProperties", True)
-        for keyword in ("patternProperties", "propertyNames", "maxProperties"):
+        for keyword in ("patternProperties", "propertyNames", "maxProperties", "minProperties"):
             if keyword in schema:
                 raise self.refusal(schema, keyword)
-        if schema.get("minProperties", 0) > len(required):
-            raise self.refusal(schema, "minProperties")
-        properties: dict[str, Schema] = dict(schema.get("properties", {}))
+        properties: JsonObject = dict(schema.get("properties", {}))
         properties |= {name: rest for name in required if name not in properties}
         allowed = {name: self.lower(value) for name, value in properties.items() if value is not False}
         is_escaped = any(json.dumps(name, ensure_ascii=False)[1:-1] != name for name in properties)
         if is_escaped or len(allowed) < len(properties):
             rest = False  # narrowed: xgrammar would allow any value under these names
         self.open_names = self.open_names or bool(allowed and rest is not False)
-        lowered: dict[str, Any] = {"type": "object"}
+        lowered: JsonObject = {"type": "object"}
         if allowed:
             lowered["properties"] = allowed
         if rest is not True:
-            if rest is False:
-                lowered["additionalProperties"] = False
-            else:
-                lowered["additionalProperties"] = self.lower(rest)
-        if required:
-            lowered["required"] = required
-        return lowered
+            lowered["additionalProperties"] = self.part(rest)
+        return lowered | only(schema, "required")
+
+
+def _counts(schema: JsonObject, lower: str, upper: str) -> JsonObject:
+    """Return the bounds of a schema that xgrammar can count to."""
+    bounds = only(schema, lower, upper)
+    if bounds.get(upper, 0) >= _COUNT:
+        del bounds[upper]
+    return bounds

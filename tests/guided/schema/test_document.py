@@ -15,7 +15,7 @@ from guided.schema.document import parse, relaxed
 
 
 def check(schema: Any) -> dict[str, Any] | bool:
-    return parse(schema, "json_schema")
+    return parse(schema, "json_schema", [])
 
 
 def refusal(schema: Any) -> InvalidConstraint:
@@ -194,7 +194,7 @@ def test_relaxed_frees_the_smallest_subschema(part: Any, free: str | None) -> No
     sent = {"type": "object", "properties": {"a": part, "b": {"type": "boolean"}}, "required": ["b"]}
     before = json.dumps(sent)
     notes: list[str] = []
-    document = parse(relaxed(sent), "json_schema", notes)
+    document = parse(relaxed(sent, (), []), "json_schema", notes)
     assert isinstance(document, dict)
     assert notes == ([] if free is None else [free])
     assert document["properties"]["b"] == {"type": "boolean"}
@@ -205,7 +205,10 @@ def test_relaxed_frees_the_smallest_subschema(part: Any, free: str | None) -> No
 def test_relaxed_frees_all_where_no_part_is_at_fault() -> None:
     sent = {"type": "object", "required": "a", "properties": {"a": {}}}
     notes: list[str] = []
-    assert parse({**relaxed(sent), "type": "object"}, "json_schema", notes) == {**relaxed({}, [""]), "type": "object"}
+    assert parse({**relaxed(sent, (), []), "type": "object"}, "json_schema", notes) == {
+        **relaxed({}, [""], []),
+        "type": "object",
+    }
     assert notes == [""]
 
 
@@ -213,19 +216,19 @@ def test_relaxed_frees_what_a_library_refused() -> None:
     parts = {"a": {"type": "string", "pattern": "["}, "b": {"$ref": "#/$defs/c"}}
     sent = {"properties": parts, "$defs": {"c": {"type": "array", "uniqueItems": True}}}
     notes: list[str] = []
-    parse(relaxed(sent, ["/properties/a/pattern", "/$defs/c/uniqueItems"]), "json_schema", notes)
+    parse(relaxed(sent, ["/properties/a/pattern", "/$defs/c/uniqueItems"], []), "json_schema", notes)
     assert notes == ["/properties/a", "/$defs/c"]
 
 
 def test_relaxed_frees_the_owner_of_a_pattern_property() -> None:
     sent = {"properties": {"a": {"patternProperties": {"(": {"type": "string"}}}, "b": {"type": "null"}}}
     notes: list[str] = []
-    parse(relaxed(sent, ["/properties/a/patternProperties/("] * 2), "json_schema", notes)
+    parse(relaxed(sent, ["/properties/a/patternProperties/("] * 2, []), "json_schema", notes)
     assert notes == ["/properties/a"]
 
 
 def test_relaxed_frees_many_faults() -> None:
     sent = {"properties": {f"p{index}": {"type": "float"} for index in range(50)}}
     notes: list[str] = []
-    parse(relaxed(sent), "json_schema", notes)
+    parse(relaxed(sent, (), []), "json_schema", notes)
     assert notes == [f"/properties/p{index}" for index in range(50)]

@@ -138,7 +138,7 @@ def test_every_pattern_of_a_document_is_translated() -> None:
         "properties": {"pattern": {"not": {"pattern": r"\_"}}},
         "const": {"pattern": "{"},
     }
-    assert parse(schema, "json_schema") == {
+    assert parse(schema, "json_schema", []) == {
         "patternProperties": {r"^[\w\-:]$": {"pattern": r"^\{a\}"}},
         "properties": {"pattern": {"not": {"pattern": "_"}}},
         "const": {"pattern": "{"},

@@ -32,7 +32,7 @@ def allowed(constraint: Constraint, texts: list[str], backend: str) -> list[str]
 
 
 def check(schema: Any) -> Any:
-    return parse(schema, "json_schema")
+    return parse(schema, "json_schema", [])
 
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -229,5 +229,5 @@ def test_relaxed_schemas_are_read_alike() -> None:
 )
 def test_old_drafts_are_written_in_2019_09(draft: int, sent: Any, written: Any) -> None:
     uri = f"http://json-schema.org/draft-0{draft}/schema#"
-    document = parse({"$schema": uri, **sent}, "json_schema")
+    document = parse({"$schema": uri, **sent}, "json_schema", [])
     assert document == {"$schema": "https://json-schema.org/draft/2019-09/schema", **written}
