@@ -29,7 +29,7 @@ class Adapter:
     """One entry of the registry."""
 
     path: str
-    """Of the class of the adapter: `module:name`."""
+    """The place of the adapter's class: `module:name`."""
     kinds: frozenset[ConstraintKind]
     """The constraint kinds that the backend supports."""
     aliases: tuple[str, ...] = ()

@@ -152,7 +152,7 @@ class CheckedMatcher(TextMatcher):
         self._grammar = grammar
         self._inner = inner
         self._readings = [grammar.reader.start]
-        """Of longer and longer parts of the output."""
+        """What is known of longer and longer beginnings of the output."""
 
     def accept_text(self, token_ids: list[int]) -> None:
         self._inner.accept_tokens(token_ids)

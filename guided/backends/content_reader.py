@@ -47,7 +47,7 @@ class ContentReader:
     Args:
         node: the structural tag. It contains no grammars, because their ends are not known here. A regex ends where the
             literal after it first occurs.
-        schemas: by pointer of a content: the validator of its beginnings. Other contents are valid.
+        schemas: pointer of a content -> validator of its beginnings. Other contents are valid.
     """
 
     def __init__(self, node: Node, schemas: Mapping[str, Beginnings], vocabulary: Vocabulary) -> None:

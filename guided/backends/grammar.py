@@ -34,10 +34,10 @@ def check_lark(text: str) -> str:
     """
     if syntax(text) == "gbnf":
         raise UnsupportedConstraint("llguidance reads Lark only, and GBNF is for xgrammar", param="grammar")
-    for found in _LARK_TOKEN.finditer(text):
-        if found["special"]:
+    for token in _LARK_TOKEN.finditer(text):
+        if token["special"]:
             raise UnsupportedConstraint(
-                f"the grammar refers to the special token {bounded(found['special'], 60)}:"
+                f"the grammar refers to the special token {bounded(token['special'], 60)}:"
                 " guided output never contains special tokens",
                 param="grammar",
             )

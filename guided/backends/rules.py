@@ -103,7 +103,7 @@ class LineBreaks:
         self._vocabulary = vocabulary
         self._contents = vocabulary.token_bytes
         self._first = {self._contents[token][0]: divmod(token, 32) for token in reversed(vocabulary.text_token_ids)}
-        """By byte: word and bit of the first token that begins with it. In vocabularies, this is the byte itself."""
+        """Byte -> word and bit of the first token that begins with it. In vocabularies, this is the byte itself."""
         self._parts = [token for token in vocabulary.text_token_ids if _PART.match(self._contents[token])]
         self._mask = lru_cache(maxsize=64)(self._find_mask)
         self._word, self._bit = self._first.get(b"\n"[0], (0, 0))

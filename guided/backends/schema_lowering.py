@@ -75,7 +75,7 @@ class SchemaLowering(ABC):
 
     library: ClassVar[str]
     enforces: ClassVar[tuple[str, ...]] = ()
-    """Those of `_COMPLEX` that the library enforces."""
+    """Keywords in `_COMPLEX` that the library enforces."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.form = canonical(constraint.schema_text, open_objects=constraint.open_objects)
@@ -249,7 +249,8 @@ class SchemaLowering(ABC):
 
 
 class FewKeywords(SchemaLowering):
-    """For a library that enforces few keywords: every output is checked. Objects with `properties` have no others."""
+    """Lowers for a library that enforces few keywords: every output is checked. Objects with `properties` have no
+    others."""
 
     def __init__(self, constraint: Constraint) -> None:
         if constraint.strict:

@@ -40,9 +40,9 @@ class VetoedSlot(SlotState):
         self._vocabulary = vocabulary
         self._final = final
         self._follower: Follower | None = None
-        """Of the content that is being written."""
+        """Follows the content that is being written."""
         self._forbidden: dict[int, Bitmask] = {}
-        """By number of tokens: masks of the tokens that must not follow."""
+        """Number of output tokens -> mask of the tokens that must not follow."""
         self._counts: Counter[int] = Counter()
         """Vetoes of values, by the token in which they, or their newest members, began. -1: times that it went back."""
         self._last: Violation | None = None

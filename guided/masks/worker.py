@@ -49,7 +49,7 @@ class MaskWorker:
         self.steered: set[int] = set()
         """Slots in which a mask was restricted, so that the output fits in its budget."""
         self.vetoed: dict[int, VetoedSlot] = {}
-        """By slot: sequences of which tokens may be taken back."""
+        """Slot -> sequence of which tokens may be taken back."""
 
     @property
     def num_open(self) -> int:

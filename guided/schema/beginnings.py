@@ -65,7 +65,7 @@ class Part:
     nodes: Sequence[Node] = ()
     """The subschemas, with those that they apply to the same value."""
     patterns: Sequence[str] = ()
-    """Of a string."""
+    """The patterns of a string."""
     is_checked: bool = False
     """A keyword of one of them is not enforced by the mask."""
     is_deep: bool = False
@@ -100,7 +100,7 @@ class Beginnings:
 
     @cached_property
     def around(self) -> Part:
-        """Of an array with the document as its only item."""
+        """What applies to an array with the document as its only item."""
         return Part([Node({}, None, (), parts=[self._graph.root])])
 
     @cached_property

@@ -82,7 +82,7 @@ class CanonicalForm:
         if not any(map(self._excludes_numbers, self._graph.nodes())):
             self._left_out.append(FRACTIONS)
         self._origins: dict[int, tuple[Schema, Origin]] = {}
-        """By `id` of a subschema; the reference to it prevents another use of the `id`."""
+        """`id` of a subschema -> the subschema, so that its `id` is not used again, and its origin."""
         self._names: dict[str, str] = {}
         """Reference of the library -> name of the definition."""
         self.definitions: dict[str, Schema] = {}

@@ -95,7 +95,7 @@ class SchemaGraph:
         self._document = document
         self._check = check
         self._nodes: dict[int, Node] = {}
-        """By `id` of the subschema; parents before children."""
+        """`id` of a subschema -> its node; parents before children."""
         self._unresolved: list[Node] = []
         """The nodes with references that are not edges yet."""
         self._resolvers: dict[int, Any] = {}
@@ -177,15 +177,15 @@ class SchemaGraph:
     def _link(self, node: Node, keyword: str, resolver: Any) -> None:
         reference = node.schema[keyword]
         try:
-            found = resolver.lookup(reference)
+            resolved = resolver.lookup(reference)
         except _LOOKUP_ERRORS as error:
             raise self._dangling(reference, node.pointer(keyword), error) from None
-        target = found.contents
+        target = resolved.contents
         if id(target) not in self._nodes:
             # JSON pointers such as "#/components/schemas/X" may lead anywhere in the document.
             self._add(target, tuple(map(unescape, unquote(reference.partition("#")[2]).split("/")[1:])))
             if isinstance(target, dict):
-                self._resolvers[id(self._nodes[id(target)])] = found.resolver
+                self._resolvers[id(self._nodes[id(target)])] = resolved.resolver
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
 

@@ -37,12 +37,12 @@ class Origin:
 
     graph: SchemaGraph
     nodes: list[Node]
-    """In the order in which they name properties: what `$ref`, `allOf` or `oneOf` before `properties` applies comes
-    first."""
+    """The subschemas, in the order in which they name properties: what `$ref`, `allOf` or `oneOf` before `properties`
+    applies comes first."""
     always: list[Node]
-    """Those of `nodes` that are no alternative and no condition."""
+    """The `nodes` that are no alternative and no condition."""
     naming: list[Node]
-    """Those of `nodes` that name the properties of the object: without conditions that probably do not hold."""
+    """The `nodes` that name the properties of the object: without conditions that probably do not hold."""
 
     @classmethod
     def of(cls, graph: SchemaGraph, starts: list[Node]) -> Origin:
@@ -151,13 +151,13 @@ def _closure(starts: list[Node], *, always: bool) -> list[Node]:
     earlier = set(_ALWAYS)
     if not always:
         earlier.update(_UNIONS)
-    found: dict[int, Node] = {}
+    nodes: dict[int, Node] = {}
     entered: set[int] = set()
     todo = [(node, False) for node in reversed(starts)]
     while todo:
         node, is_done = todo.pop()
         if is_done:
-            found[id(node)] = node
+            nodes[id(node)] = node
         elif id(node) not in entered:
             entered.add(id(node))
             places = {keyword: place for place, keyword in enumerate(node.schema)}
@@ -173,7 +173,7 @@ def _closure(starts: list[Node], *, always: bool) -> list[Node]:
                 elif not always:
                     todo.append((child, False))
             todo += [(child, child is node) for child in (*after, *before)]
-    return list(found.values())
+    return list(nodes.values())
 
 
 def _likeness(node: Node, wanted: set[Any]) -> int:
