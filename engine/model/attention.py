@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
 from engine.memory.kv_cache import KVCache
 from engine.memory.recurrent import StepStates
+from engine.model.gathered_attention import GatheredAttention, Prefill, Scores, Span
 
 ATTENTION = "guided_paged"
 """The name of `paged_attention` as an `attn_implementation`."""
@@ -31,47 +31,10 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache
 _NOT_PASSED = 0
 _ALL = 1 << 30
 """More tokens than any sequence has."""
-_MAX_SCORES = 1 << 26
-"""Attention scores of a prefill that are in memory at once, where torch's own attention cannot compute them."""
 
 
 class UnsupportedModelError(ValueError):
     """The engine cannot serve this model. The message says why."""
-
-
-class Span(NamedTuple):
-    """Which tokens a token attends to: as many as `length` up to itself, or those before it in its chunk of `length`
-    tokens. None: all before it."""
-
-    length: int | None = None
-    is_chunk: bool = False
-
-    def first(self, positions: Tensor) -> Tensor:
-        """Return the position of the first token that tokens at these positions attend to."""
-        if self.length is None:
-            return torch.zeros_like(positions)
-        if self.is_chunk:
-            return positions // self.length * self.length
-        return positions + 1 - self.length
-
-
-class Scores(NamedTuple):
-    """What a layer does to its attention scores."""
-
-    scaling: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    """`[heads]`: the score of a key without a value."""
-
-    @property
-    def are_changed(self) -> bool:
-        """torch's own attention cannot compute them."""
-        return self.softcap is not None or self.sinks is not None
-
-
-Prefill = tuple[int, int, int]
-"""A chunk: tokens `start` to `end` of the row, and the number of the sequence's tokens before it, of which the keys and
-values are in the cache."""
 
 
 class FlattenedRow:
@@ -182,43 +145,9 @@ class PagedContext:
         """Prepare the attention of the step."""
         self.cache = cache
         self.tensors = tensors
-        self._masks: dict[tuple[int, Span], Tensor] = {}
         if cache.gathers:
             lengths = np.asarray(self.packed[1, self.packed.shape[1] - self.num_decodes :] + 1)
-            tables = tensors.tables[len(self.prefills) :]
-            self.decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
-            """(tables, lengths) of decoding sequences of which the keys are gathered together."""
-
-    def mask(self, part: int, span: Span, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask `[sequences, 1, 1, slots]` of the keys of a part, built once per step."""
-        mask = self._masks.get((part, span))
-        if mask is None:
-            tables, lengths = self.decodes[part]
-            positions = torch.arange(tables.shape[1] * self.cache.block_size, device=lengths.device)
-            hidden = (positions >= lengths[:, None]) | (positions < span.first(lengths - 1)[:, None])
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            mask = self._masks[part, span] = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
-        return mask
-
-
-def split_decodes(
-    tables: Tensor, lengths: NDArray[np.int64], block_size: int, gather_tokens: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding. `tables` is
-    int64 `[sequences, blocks]`, on the device. `lengths`, int64 `[sequences]`, includes the current token."""
-    starts = [0]
-    longest = 0
-    for row, length in enumerate(lengths.tolist()):
-        longest = max(longest, length)
-        if row > starts[-1] and (row + 1 - starts[-1]) * longest > gather_tokens:
-            starts.append(row)
-            longest = length
-    parts: list[tuple[Tensor, Tensor]] = []
-    for start, part in zip(starts, np.split(lengths, starts[1:]), strict=True):
-        if len(part):
-            blocks = tables[start : start + len(part), : -(-int(part.max()) // block_size)].contiguous()
-            parts.append((blocks, torch.from_numpy(part).to(tables.device, non_blocking=True)))
-    return parts
+            self.gathered = GatheredAttention(cache, tensors.tables, self.prefills, lengths)
 
 
 _step: ContextVar[PagedContext] = ContextVar("step")
@@ -285,22 +214,8 @@ def paged_attention(
             span.is_chunk,
         )  # fmt: skip
         return attended.view(rows, -1, *attended.shape[1:]), None
-    if not paged.prefills:
-        attended = _decode(query, paged, layer, scores, span, key.shape[1])
-        return attended.view(rows, -1, *attended.shape[2:]), None
-    parts: list[Tensor] = []
-    for row, (start, end, before) in enumerate(paged.prefills):
-        part = slice(start, end)
-        keys = key[..., part, :]
-        values = value[..., part, :]
-        if before:
-            num_blocks = -(-(before + end - start) // cache.block_size)
-            keys, values = cache.gather(layer, tensors.tables[row : row + 1, :num_blocks])
-        parts.append(_prefill(query[..., part, :], keys, values, before, scores, span))
-    first = paged.prefills[-1][1]
-    if first < query.shape[2]:
-        parts.append(_decode(query[:, :, first:], paged, layer, scores, span, key.shape[1]))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+    attended = paged.gathered.attend(query, key, value, layer, scores, span)
+    return attended.view(rows, -1, *attended.shape[2:]), None
 
 
 def _span(config: Any, layer: int) -> Span:
@@ -313,65 +228,6 @@ def _span(config: Any, layer: int) -> Span:
     if kind == "chunked_attention":
         return Span(config.attention_chunk_size, is_chunk=True)
     return Span(getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
-
-
-def _prefill(query: Tensor, key: Tensor, value: Tensor, before: int, scores: Scores, span: Span) -> Tensor:
-    """Attention within one sequence, with `before` tokens before the first of `query`: `[1, heads, tokens, dim]` in,
-    `[1, tokens, heads, dim]` out. Keys after the last of `query` are ignored."""
-    tokens = query.shape[2]
-    groups = query.shape[1] // key.shape[1]
-    total = before + tokens
-    key = key[:, :, :total]
-    value = value[:, :, :total]
-    if groups > 1:
-        key = key.repeat_interleave(groups, 1)
-        value = value.repeat_interleave(groups, 1)
-    mask = None
-    if before or scores.are_changed or (span.length or tokens) < tokens:
-        positions = torch.arange(total, device=query.device)
-        rows = positions[before:, None]
-        mask = (positions <= rows) & (positions >= span.first(rows))
-    # All scores of a long prompt would not fit into the memory.
-    size = max(1, _MAX_SCORES // (query.shape[1] * total)) if scores.are_changed else tokens
-    masks = [None] if mask is None else torch.split(mask, size)
-    queries = torch.split(query, size, dim=2)
-    parts = [_attend(rows, key, value, part, scores) for rows, part in zip(queries, masks, strict=True)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
-
-
-def _decode(query: Tensor, paged: PagedContext, layer: int, scores: Scores, span: Span, kv_heads: int) -> Tensor:
-    """Attention of one token per sequence: `[1, heads, decodes, dim]` in, `[1, decodes, heads, dim]` out."""
-    _, heads, decodes, dim = query.shape
-    # Query heads that share a key head take the place of query tokens, so that no key is repeated.
-    grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
-    parts: list[Tensor] = []
-    rows = torch.split(grouped, [len(lengths) for _, lengths in paged.decodes])
-    for part, ((tables, _), queries) in enumerate(zip(paged.decodes, rows, strict=True)):
-        keys, values = paged.cache.gather(layer, tables)
-        parts.append(_attend(queries, keys, values, paged.mask(part, span, query.dtype), scores))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Attention of `query`, `[rows, heads, tokens, dim]`, to as many heads of keys. `mask` is additive, or True where a
-    token attends to a key. None: to all keys until its own."""
-    if not scores.are_changed:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scores.scaling
-        )
-    assert mask is not None
-    weights = query @ key.transpose(2, 3) * (scores.scaling or query.shape[3] ** -0.5)
-    if scores.softcap is not None:
-        weights = torch.tanh(weights / scores.softcap) * scores.softcap
-    if mask.dtype == torch.bool:
-        weights = weights.masked_fill(~mask, float("-inf"))
-    else:
-        weights = weights + mask
-    keys = weights.shape[3]
-    if scores.sinks is not None:
-        sinks = scores.sinks.to(weights.dtype).view(query.shape[1], -1, 1)
-        weights = torch.cat([weights, sinks.expand(*weights.shape[:3], 1)], dim=3)
-    return weights.softmax(3, dtype=torch.float32)[..., :keys].to(value.dtype) @ value
 
 
 # There is no entry in `AttentionMaskInterface`: without one, transformers builds no mask, and does not search the

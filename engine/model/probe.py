@@ -15,8 +15,9 @@ from transformers import GenerationConfig
 
 from engine.memory.kv_cache import KVCache, LayerShapes
 from engine.memory.recurrent import RecurrentStates, StateLayout, StepStates, is_recurrent
-from engine.model.attention import ATTENTION, FlattenedRow, PagedContext, Prefill, UnsupportedModelError
+from engine.model.attention import ATTENTION, FlattenedRow, PagedContext, UnsupportedModelError
 from engine.model.config import refusal
+from engine.model.gathered_attention import Prefill
 from engine.model.head import Head, heads_of
 from guided.errors import bounded
 

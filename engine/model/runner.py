@@ -18,8 +18,9 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.memory.block_manager import BlockManager
 from engine.memory.kv_cache import KVCache
-from engine.model.attention import PagedContext, Prefill, StepTensors
+from engine.model.attention import PagedContext, StepTensors
 from engine.model.cuda_graphs import DecodeGraphs, Outputs, graph_calls, graph_sizes
+from engine.model.gathered_attention import Prefill
 from engine.model.loader import LoadedModel
 from engine.model.ranks import CacheSize, Selection, run_steps
 from engine.step.prefills import Chunk

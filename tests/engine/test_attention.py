@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.memory.kv_cache import CachePlan, KVCache, LayerShapes, plan_cache
 from engine.memory.recurrent import StateLayout
-from engine.model.attention import PagedContext, Prefill, paged_attention, running, split_decodes
+from engine.model.attention import PagedContext, paged_attention, running
+from engine.model.gathered_attention import Prefill, split_decodes
 
 BLOCK, HEADS, KV_HEADS, DIM = 4, 6, 2, 8
 CPU = torch.device("cpu")
@@ -133,7 +134,7 @@ def test_prefills_and_decodes_in_one_row(
         return torch.cat(parts).transpose(0, 1)[None]
 
     passed = {} if chunk else {"sliding_window": window}  # as Llama 4 does
-    with running(context), mock.patch("engine.model.attention._MAX_SCORES", max_scores):
+    with running(context), mock.patch("engine.model.gathered_attention._MAX_SCORES", max_scores):
         found, _ = paged_attention(
             layer, flat(queries), flat(keys), flat(values), None,
             scaling=DIM**-0.5, softcap=softcap, s_aux=sinks, position_ids=object(), **passed,

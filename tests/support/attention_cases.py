@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from engine.memory.kv_cache import KVCache, LayerShapes
-from engine.model.attention import PagedContext, Prefill, paged_attention, running
+from engine.model.attention import PagedContext, paged_attention, running
+from engine.model.gathered_attention import Prefill
 
 BLOCK = 16
 CPU = torch.device("cpu")

@@ -25,8 +25,9 @@ from transformers import (
 
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.model import attention
-from engine.model.attention import Scores, Span, UnsupportedModelError
+from engine.model import gathered_attention
+from engine.model.attention import UnsupportedModelError
+from engine.model.gathered_attention import Scores, Span
 from engine.model.loader import LoadedModel, load_model
 from engine.sampling_params import SamplingParams
 
@@ -531,7 +532,7 @@ PROMPTS = [[7], [37 * place % 600 + 6 for place in range(21)], [91 * place % 600
 def serve(family: Family, path: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[Any, list[list[int]], str]:
     """Return transformers' model, the engine's outputs, and what the family needs, for docs/models.md."""
     model = family.make()
-    with mock.patch.object(attention, "_prefill", wraps=attention._prefill) as prefill:
+    with mock.patch.object(gathered_attention, "_prefill", wraps=gathered_attention._prefill) as prefill:
         try:
             loaded = load_model(save(model, path, tokenizer), device="cpu", dtype="float32", max_model_len=MAX_LENGTH)
         except UnsupportedModelError as error:
