@@ -1,4 +1,5 @@
-"""Mask workers in Ray actors: the pool, its channels, its compilation and its supervision.
+"""Mask workers in Ray actors: the pool, its channels, its compilation and its
+supervision.
 
 The pool is imported when it is first used: actors and compile processes do without it.
 """

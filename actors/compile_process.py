@@ -1,12 +1,15 @@
-"""Compile processes: the fork server that starts them, one process at work, and the program that both run.
+"""Compile processes: the fork server that starts them, one process at work, and the
+program that both run.
 
-Importing the grammar libraries and reading a large vocabulary takes up to ten seconds. So one process, the fork server,
-does it once (`python -m actors.compile_process`), and every compile process is a fork of it, ready within hundredths of
-a second. The fork server has one thread and never compiles a user's constraint.
+Importing the grammar libraries and reading a large vocabulary takes up to ten seconds.
+So one process, the fork server, does it once (`python -m actors.compile_process`), and
+every compile process is a fork of it, ready within hundredths of a second. The fork
+server has one thread and never compiles a user's constraint.
 
-The fork server takes sockets over its control socket, and starts a compile process on each. That one sends its pid, and
-then a `CompileResult` for each `CompileRequest`, as packages. Nothing in `ForkServer` and `CompileProcess` relies on
-the other process to behave: every wait has a deadline, and ends with a kill.
+The fork server takes sockets over its control socket, and starts a compile process on
+each. That one sends its pid, and then a `CompileResult` for each `CompileRequest`, as
+packages. Nothing in `ForkServer` and `CompileProcess` relies on the other process to
+behave: every wait has a deadline, and ends with a kill.
 """
 
 from __future__ import annotations
@@ -29,7 +32,16 @@ import msgspec
 import psutil
 from msgspec.msgpack import Decoder, encode
 
-from actors.packages import CompileResult, Package, buffer, receive, receive_package, seal, send_package, socket_pair
+from actors.packages import (
+    CompileResult,
+    Package,
+    buffer,
+    receive,
+    receive_package,
+    seal,
+    send_package,
+    socket_pair,
+)
 from actors.processes import (
     RETRY_SECONDS,
     START_SECONDS,
@@ -56,11 +68,15 @@ from guided.masks.resources import give_back_free_memory
 from guided.vocabulary import Vocabulary
 
 _WARM_UP = (
-    Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
+    Constraint.json_schema(
+        {"type": "object", "properties": {"a": {"type": "integer"}}}
+    ),
     Constraint.regex(r"\d\w\s"),  # Unicode classes take half a second, once per process
     Constraint.grammar('start: "a"'),
     Constraint.grammar('root ::= "a"'),
-    Constraint.structural_tag({"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}}),
+    Constraint.structural_tag(
+        {"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}}
+    ),
 )
 _FORK_SECONDS = 5.0
 """Time limit for a try to fork. It takes hundredths of a second on a quiet machine."""
@@ -71,7 +87,8 @@ _log = logging.getLogger(__name__)
 
 
 class CompileRequest(msgspec.Struct, array_like=True, frozen=True):
-    """Compile `constraint` with `backend`; reject the grammar if it is larger than `max_bytes`."""
+    """Compile `constraint` with `backend`; reject the grammar if it is larger than
+    `max_bytes`."""
 
     constraint: Constraint
     backend: str
@@ -96,21 +113,29 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         self.is_warm = False
         self._deadline = time.monotonic() + START_SECONDS
-        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has one thread only
+        one_thread = {
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }  # a fork has one thread only
         descriptors = (theirs.fileno(), vocabulary)
         program = "actors.compile_process"
         with theirs:
             try:
-                self._process = start_program(program, descriptors, str(os.getpid()), environment=one_thread)
+                self._process = start_program(
+                    program, descriptors, str(os.getpid()), environment=one_thread
+                )
             except OSError:
                 self._control.close()
                 raise
 
     def look(self) -> bool:
-        """Note whether it is warm. Returns False if it has ended, or takes too long to get warm."""
+        """Note whether it is warm. Returns False if it has ended, or takes too long to
+        get warm."""
         if not self.is_warm and wait([self._control], 0):
             self.is_warm = bool(self._control.recv(1))
-        return self._process.poll() is None and (self.is_warm or time.monotonic() < self._deadline)
+        return self._process.poll() is None and (
+            self.is_warm or time.monotonic() < self._deadline
+        )
 
     def fork(self) -> CompileProcess:
         """Start a compile process. Raises OSError if that is not possible now."""
@@ -120,9 +145,15 @@ class ForkServer:
             with theirs:
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
             if not wait([jobs], _FORK_SECONDS):
-                if thread_state(self._process.pid, self._process.pid) in ("T", "t", "D"):  # if not, it is slow
+                if thread_state(self._process.pid, self._process.pid) in (
+                    "T",
+                    "t",
+                    "D",
+                ):  # if not, it is slow
                     self._process.kill()
-                raise OSError("the fork server of the compile processes does not answer")
+                raise OSError(
+                    "the fork server of the compile processes does not answer"
+                )
             return CompileProcess(jobs)
         except (EOFError, OSError, psutil.NoSuchProcess) as error:
             jobs.close()
@@ -149,7 +180,8 @@ class CompileProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process waits for a request. Only meaningful between two requests."""
+        """Whether the process waits for a request. Only meaningful between two
+        requests."""
         return not wait([self._jobs], 0)
 
     @property
@@ -157,8 +189,11 @@ class CompileProcess:
         """Growth of its resident memory since its fork, in bytes."""
         return resident_bytes(self._process) - self._fresh
 
-    def compile(self, request: CompileRequest, seconds: float, memory_bytes: int) -> tuple[CompileResult, Package]:
-        """Have the process compile a constraint. Returns the result, also as it was sent.
+    def compile(
+        self, request: CompileRequest, seconds: float, memory_bytes: int
+    ) -> tuple[CompileResult, Package]:
+        """Have the process compile a constraint. Returns the result, also as it was
+        sent.
 
         If this raises, the process has to be ended.
 
@@ -174,12 +209,18 @@ class CompileProcess:
         text = f"compiling this constraint with {request.backend} took more than"
         try:
             send_package(self._jobs, encode(request))
-            while not wait([self._jobs], min(0.01, deadline - time.monotonic())):  # then its memory is read
+            while not wait(
+                [self._jobs], min(0.01, deadline - time.monotonic())
+            ):  # then its memory is read
                 if self.growth > memory_bytes:
                     limit = f"{memory_bytes >> 20} MiB of memory"
-                    raise ConstraintTooLarge(f"{text} {limit}; try a smaller one, or another backend")
+                    raise ConstraintTooLarge(
+                        f"{text} {limit}; try a smaller one, or another backend"
+                    )
                 if time.monotonic() >= deadline:
-                    raise CompileTimeout(f"{text} {seconds:.2g} s; try a simpler one, or another backend")
+                    raise CompileTimeout(
+                        f"{text} {seconds:.2g} s; try a simpler one, or another backend"
+                    )
             package = receive_package(self._jobs)
             result = _decode_result(buffer(package))
         except (EOFError, OSError):
@@ -194,7 +235,8 @@ class CompileProcess:
 
 
 class CompileProcesses:
-    """Compile processes, the fork server that they come from, and a warm one that replaces it when it is lost.
+    """Compile processes, the fork server that they come from, and a warm one that
+    replaces it when it is lost.
 
     Args:
         closing: once it is set, no process is waited for.
@@ -205,28 +247,34 @@ class CompileProcesses:
         self._closing = closing
         self._servers: list[ForkServer] = []
         self._idle: list[CompileProcess] = []
-        """The one that was used last is used next: under a light load there is one process."""
+        """The one that was used last is used next: under a light load there is one
+        process."""
         self.ends = 0
         """Number of fork servers that were lost."""
         self._patience = time.monotonic() + START_SECONDS
         """`time.monotonic()` until which the first fork server may take to get warm."""
         self._next_start = 0.0
-        """`time.monotonic()` before which none is started: one that ends at once is not replaced at once."""
+        """`time.monotonic()` before which none is started: one that ends at once is not
+        replaced at once."""
 
     def keep(self, is_quiet: bool) -> None:
-        """Replace the fork servers that are lost. Call it every `TICK_SECONDS`, from a thread that lives until `close`.
+        """Replace the fork servers that are lost. Call it every `TICK_SECONDS`, from a
+        thread that lives until `close`.
 
         Raises OSError if none can be started now.
 
         Args:
-            is_quiet: nothing is compiled now. Only then a second one is started, which takes seconds of a core.
+            is_quiet: nothing is compiled now. Only then a second one is started, which
+                takes seconds of a core.
         """
         for server in list(self._servers):
             if not server.look():
                 self._servers.remove(server)
                 server.close()
                 self.ends += 1
-                _log.error("a fork server of the compile processes was lost: it is replaced")
+                _log.error(
+                    "a fork server of the compile processes was lost: it is replaced"
+                )
         warm = sum(server.is_warm for server in self._servers)
         if warm:
             self._patience = 0.0
@@ -245,7 +293,8 @@ class CompileProcesses:
 
         Raises:
             PoolUnavailable: the compiler is being closed.
-            TimeoutError: there is none at `deadline`, a `time.monotonic()`, and none is expected soon.
+            TimeoutError: there is none at `deadline`, a `time.monotonic()`, and none is
+                expected soon.
         """
         pause = 0.0
         while not self._closing.wait(pause):
@@ -261,7 +310,9 @@ class CompileProcesses:
                     return server.fork()
                 except OSError as error:
                     pause = RETRY_SECONDS
-                    _log.error("cannot start a compile process, will try again: %s", error)
+                    _log.error(
+                        "cannot start a compile process, will try again: %s", error
+                    )
             if time.monotonic() >= deadline and not self.are_starting:
                 raise TimeoutError
         raise closed()
@@ -285,20 +336,24 @@ class CompileProcesses:
 
 
 def _die_with(parent: int) -> None:
-    """Have this process killed when the thread that started it ends. Exit now if it has ended already."""
+    """Have this process killed when the thread that started it ends. Exit now if it has
+    ended already."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(0)
 
 
 def _warm(backends: Backends) -> None:
-    """Load every library and compile with it, so that the forks share what a library computes once and keeps."""
+    """Load every library and compile with it, so that the forks share what a library
+    computes once and keeps."""
     for name, adapter in BACKENDS.items():
         try:
             backends[name]
             for constraint in _WARM_UP:
                 if constraint.kind in adapter.kinds:
-                    with contextlib.suppress(UnsupportedConstraint):  # no backend has both formats of grammars
+                    with contextlib.suppress(
+                        UnsupportedConstraint
+                    ):  # no backend has both formats of grammars
                         compile_with(backends, constraint, name).grammar.dump()
         except BaseException:  # requests for this backend get the error
             _log.exception("backend %s cannot be loaded", name)
@@ -323,10 +378,13 @@ def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
 
 
 def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> None:
-    """Compile one request after the other until the other end of the socket `jobs` is closed."""
+    """Compile one request after the other until the other end of the socket `jobs` is
+    closed."""
     _die_with(fork_server)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.nice(10)  # a compilation takes seconds of a core: the engine and the masks have precedence
+    os.nice(
+        10
+    )  # a compilation takes seconds of a core: the engine and the masks have precedence
     enter_session()
     stream = socket.socket(fileno=jobs)
     decode = Decoder(CompileRequest).decode
@@ -340,14 +398,21 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
 
 
 def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> None:
-    """Warm up, then start a compile process on each socket that comes, until the other end of `control` is closed."""
+    """Warm up, then start a compile process on each socket that comes, until the other
+    end of `control` is closed."""
     _die_with(parent)
     enter_session()  # loading the libraries takes seconds of a core too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # compile processes that end leave nothing behind
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of half a gigabyte takes seconds
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # compile processes that end leave nothing behind
+    resource.setrlimit(
+        resource.RLIMIT_CORE, (0, 0)
+    )  # a core dump of half a gigabyte takes seconds
     leave_out_torch()
-    backends = Backends(Vocabulary.from_bytes(Path(f"/proc/self/fd/{vocabulary}").read_bytes()))
+    backends = Backends(
+        Vocabulary.from_bytes(Path(f"/proc/self/fd/{vocabulary}").read_bytes())
+    )
     os.close(vocabulary)
     _warm(backends)
     gc.collect()
@@ -362,7 +427,9 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
         pid = -1
         try:
             pid = os.fork()
-        except OSError as error:  # the other end sees the end of `jobs`, and tries again
+        except (
+            OSError
+        ) as error:  # the other end sees the end of `jobs`, and tries again
             _log.error("cannot start a compile process: %s", error)
         if pid == 0:
             try:
@@ -377,5 +444,7 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
 
 if __name__ == "__main__":
     _control, _vocabulary, _parent = map(int, sys.argv[1:])
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the engine is gone
+    with contextlib.suppress(
+        EOFError, BrokenPipeError, ConnectionResetError
+    ):  # the engine is gone
         _run_fork_server(socket.socket(fileno=_control), _vocabulary, _parent)

@@ -24,7 +24,8 @@ class Task(NamedTuple):
 
 
 class CompileQueue:
-    """While several clients wait, none has more than half of the queue, or gets more than half of the processes.
+    """While several clients wait, none has more than half of the queue, or gets more
+    than half of the processes.
 
     Not thread-safe.
 
@@ -40,11 +41,14 @@ class CompileQueue:
         self.running: list[Task] = []
 
     def put(self, task: Task) -> Task | None:
-        """Add a task. Returns the one that there is no room for: this one, or the newest of the client with most."""
+        """Add a task. Returns the one that there is no room for: this one, or the
+        newest of the client with most."""
         self.waiting.append(task)
         if len(self.waiting) <= self._length:
             return None
-        ((client, number),) = Counter(task.client for task in self.waiting).most_common(1)
+        ((client, number),) = Counter(task.client for task in self.waiting).most_common(
+            1
+        )
         if number <= self._length // 2:
             client = task.client
         refused = next(task for task in reversed(self.waiting) if task.client == client)
@@ -58,9 +62,14 @@ class CompileQueue:
         return old
 
     def take(self) -> Task | None:
-        """Move the oldest task of the client with the fewest running ones to `running`, and return it."""
+        """Move the oldest task of the client with the fewest running ones to `running`,
+        and return it."""
         running = Counter(task.client for task in self.running)
-        task = min(self.waiting, key=lambda task: (running[task.client], task.client == self._last), default=None)
+        task = min(
+            self.waiting,
+            key=lambda task: (running[task.client], task.client == self._last),
+            default=None,
+        )
         if task is not None:
             self._last = task.client
             self.waiting.remove(task)

@@ -1,4 +1,5 @@
-"""Compiler: compiles constraints in processes that can be killed, and caches the grammars.
+"""Compiler: compiles constraints in processes that can be killed, and caches the
+grammars.
 
 It runs in the engine's process. Native code runs in the compile processes only.
 """
@@ -19,7 +20,13 @@ from actors.compile_queue import CompileQueue, Task
 from actors.processes import TICK_SECONDS
 from guided.backends import BACKENDS
 from guided.constraint import Constraint
-from guided.errors import BackendError, CompileQueueFull, CompileTimeout, GuidedError, from_wire
+from guided.errors import (
+    BackendError,
+    CompileQueueFull,
+    CompileTimeout,
+    GuidedError,
+    from_wire,
+)
 from guided.masks.compilation import first_able
 from guided.masks.resources import available_cpus
 from guided.pools.grammar_cache import GrammarCache
@@ -32,7 +39,8 @@ _log = logging.getLogger(__name__)
 
 
 class Compiler:
-    """A thread for each constraint that is being compiled, the queue, and the cache. For any thread."""
+    """A thread for each constraint that is being compiled, the queue, and the cache.
+    For any thread."""
 
     def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
         self._limits = options.compile_limits
@@ -48,27 +56,41 @@ class Compiler:
         self._keeper = threading.Thread(target=self._keep, daemon=True)
         self._keeper.start()
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        return self._cache.get(constraint, backends, partial(self._enqueue, constraint, backends))
+    def compile(
+        self, constraint: Constraint, backends: Sequence[str]
+    ) -> Future[Grammar]:
+        return self._cache.get(
+            constraint, backends, partial(self._enqueue, constraint, backends)
+        )
 
-    def _enqueue(self, constraint: Constraint, backends: Sequence[str], key: str) -> Future[Grammar]:
+    def _enqueue(
+        self, constraint: Constraint, backends: Sequence[str], key: str
+    ) -> Future[Grammar]:
         future: Future[Grammar] = Future()
-        future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
+        # shared by several requests: cannot be cancelled
+        future.set_running_or_notify_cancel()
         with self._lock:
             if self._closing.is_set():
                 future.set_exception(closed())
                 return future
-            refused = self._queue.put(Task(constraint, backends, key, future, CLIENT.get(), time.monotonic()))
+            refused = self._queue.put(
+                Task(constraint, backends, key, future, CLIENT.get(), time.monotonic())
+            )
             self._start_next()
         if refused is not None:
-            error = CompileQueueFull(f"{self._limits.waiting} constraints wait to be compiled: try again later")
+            error = CompileQueueFull(
+                f"{self._limits.waiting} constraints wait to be compiled: try again later"
+            )
             refused.future.set_exception(error)
         return future
 
     def backends(self) -> list[BackendStatus]:
         """Return how often each backend has crashed or exceeded a time limit."""
         return [
-            BackendStatus(name, self._ends[name, BackendError], self._ends[name, CompileTimeout]) for name in BACKENDS
+            BackendStatus(
+                name, self._ends[name, BackendError], self._ends[name, CompileTimeout]
+            )
+            for name in BACKENDS
         ]
 
     def counts(self) -> dict[str, int]:
@@ -82,7 +104,8 @@ class Compiler:
         }
 
     def close(self) -> None:
-        """End the processes. Constraints that wait or are being compiled fail with `PoolUnavailable`."""
+        """End the processes. Constraints that wait or are being compiled fail with
+        `PoolUnavailable`."""
         with self._lock:
             self._closing.set()
             left = self._queue.expired(math.inf)
@@ -94,17 +117,23 @@ class Compiler:
         wait(running)
 
     def _keep(self) -> None:
-        """Body of a thread: keep fork servers, which end with this thread, and refuse what has waited too long."""
+        """Body of a thread: keep fork servers, which end with this thread, and refuse
+        what has waited too long."""
         warm_since = time.monotonic()
         while not self._closing.wait(TICK_SECONDS):
             try:
                 self._processes.keep(is_quiet=not self._queue.running)
             except OSError as error:  # this thread must not end: it would take all compile processes with it
-                _log.error("cannot start a fork server of the compile processes, will try again: %s", error)
+                _log.error(
+                    "cannot start a fork server of the compile processes, will try again: %s",
+                    error,
+                )
             now = time.monotonic()
             if self._processes.are_starting:
                 warm_since = now
-            if now < warm_since + self._limits.wait_seconds:  # constraints waited for the first fork server
+            if (
+                now < warm_since + self._limits.wait_seconds
+            ):  # constraints waited for the first fork server
                 continue
             with self._lock:
                 expired = self._queue.expired(now - self._limits.wait_seconds)
@@ -112,15 +141,20 @@ class Compiler:
                 task.future.set_exception(self._waited())
 
     def _waited(self) -> CompileQueueFull:
-        return CompileQueueFull(f"this constraint waited {self._limits.wait_seconds:g} s for others: try again later")
+        return CompileQueueFull(
+            f"this constraint waited {self._limits.wait_seconds:g} s for others: try again later"
+        )
 
     def _start_next(self) -> None:
-        """Start the constraint whose turn it is, if a process is free for it. With the lock."""
+        """Start the constraint whose turn it is, if a process is free for it. With the
+        lock."""
         if len(self._queue.running) < self._most:
             task = self._queue.take()
             if task is not None:
                 try:
-                    threading.Thread(target=self._work, args=(task,), daemon=True).start()
+                    threading.Thread(
+                        target=self._work, args=(task,), daemon=True
+                    ).start()
                 except RuntimeError as error:  # too many threads: it waits for the next one that starts, or expires
                     _log.error("a constraint is not compiled now: %s", error)
                     self._queue.put_back(task)
@@ -133,7 +167,9 @@ class Compiler:
             task.future.set_exception(error)
         except Exception as raised:  # a bug, or a garbled answer: fails one constraint
             _log.exception("a constraint was not compiled")
-            task.future.set_exception(BackendError(f"compiling failed: {type(raised).__name__}"))
+            task.future.set_exception(
+                BackendError(f"compiling failed: {type(raised).__name__}")
+            )
         with self._lock:
             self._queue.running.remove(task)
             self._start_next()
@@ -146,21 +182,28 @@ class Compiler:
         def attempt(name: str) -> Grammar:
             nonlocal left
             try:
-                process = self._processes.take(task.submitted + self._limits.wait_seconds)
+                process = self._processes.take(
+                    task.submitted + self._limits.wait_seconds
+                )
             except TimeoutError:
                 raise self._waited() from None
-            # A tenth of the time limit is kept for each backend that may still be tried: most need far less.
+            # A tenth of the time limit is kept for each backend that may still be
+            # tried: most need far less.
             kept = 0.1 * limit * (len(task.backends) - task.backends.index(name) - 1)
             request = CompileRequest(task.constraint, name, self._limits.grammar_bytes)
             began = time.monotonic()
             try:
-                result, package = process.compile(request, left - kept, self._limits.memory_bytes)
+                result, package = process.compile(
+                    request, left - kept, self._limits.memory_bytes
+                )
             except GuidedError as error:
                 if self._closing.is_set():
                     raise closed() from None
                 with self._lock:
                     self._ends[name, type(error)] += 1
-                _log.warning("%s, compiling with %s: %s", error, name, task.constraint.key)
+                _log.warning(
+                    "%s, compiling with %s: %s", error, name, task.constraint.key
+                )
                 raise
             finally:  # also if the answer is garbled
                 left -= time.monotonic() - began
@@ -169,6 +212,14 @@ class Compiler:
                 raise from_wire(result.error)
             checked = result.checked
             size = result.nbytes
-            return Grammar(task.key, name, task.constraint, limit - left, checked=checked, nbytes=size, dumped=package)
+            return Grammar(
+                task.key,
+                name,
+                task.constraint,
+                limit - left,
+                checked=checked,
+                nbytes=size,
+                dumped=package,
+            )
 
         return first_able(task.backends, attempt)

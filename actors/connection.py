@@ -1,4 +1,5 @@
-"""WorkerConnection: the engine's side of one actor incarnation, and the sequences that are open there."""
+"""WorkerConnection: the engine's side of one actor incarnation, and the sequences that
+are open there."""
 
 from __future__ import annotations
 
@@ -45,17 +46,20 @@ _decode = Decoder(Failed).decode
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """An open sequence, as the pool knows it. The number of output tokens sent is `target & POSITION` of its slot."""
+    """An open sequence, as the pool knows it. The number of output tokens sent is
+    `target & POSITION` of its slot."""
 
     sequence: GuidedSequence
     grammar: Grammar
     worker: WorkerConnection | None = None
-    """The worker that it is open on. None: it is opened on one when it is next submitted."""
+    """The worker that it is open on. None: it is opened on one when it is next
+    submitted."""
     slot: int = FREE
     number: int = 0
     """Number of its grammar on that worker."""
     waits_until: float = math.inf
-    """`time.monotonic()` at which it fails if no worker can take it. Infinite: it does not wait for one."""
+    """`time.monotonic()` at which it fails if no worker can take it. Infinite: it does
+    not wait for one."""
     replays: int = 0
     """Number of workers that ended while they were busy with it."""
     error: GuidedError | None = None
@@ -70,7 +74,9 @@ class SequenceState:
         """The mask after all output tokens that were sent is in the worker's table."""
         if self.worker is None:
             return False
-        return bool(self.worker.table.ready[self.slot] == self.worker.table.target[self.slot])
+        return bool(
+            self.worker.table.ready[self.slot] == self.worker.table.target[self.slot]
+        )
 
     @property
     def has_answered(self) -> bool:
@@ -78,7 +84,8 @@ class SequenceState:
         return self.worker is not None and bool(self.worker.table.ready[self.slot] >= 0)
 
     def has_waited(self, seconds: float) -> bool:
-        """Begin to wait for a worker, if that has not begun. Returns whether it began at least `seconds` ago."""
+        """Begin to wait for a worker, if that has not begun. Returns whether it began
+        at least `seconds` ago."""
         now = time.monotonic()
         self.waits_until = min(self.waits_until, now + seconds)
         return now >= self.waits_until
@@ -88,7 +95,8 @@ class SequenceState:
         self.error = self.error or error
 
     def leave(self) -> None:
-        """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
+        """Forget the worker. The sequence is opened again, from its whole output, when
+        it is next submitted."""
         self.worker = None
         self.slot = FREE
 
@@ -108,16 +116,22 @@ class Work(NamedTuple):
 
 
 def last_tokens(sequences: Sequence[GuidedSequence]) -> tuple[Int32s, Int64s]:
-    """Return the newest output token of each sequence (0 if there is none), and the lengths of the outputs."""
+    """Return the newest output token of each sequence (0 if there is none), and the
+    lengths of the outputs."""
     outputs = [sequence.output_token_ids for sequence in sequences]
-    last = np.fromiter([tokens[-1] if tokens else 0 for tokens in outputs], np.int32, len(outputs))
+    last = np.fromiter(
+        [tokens[-1] if tokens else 0 for tokens in outputs], np.int32, len(outputs)
+    )
     return last, np.fromiter(map(len, outputs), np.int64, len(outputs))
 
 
 class StepPart:
-    """The rows of a step that are filled by one worker: their positions in the step, and their sequences."""
+    """The rows of a step that are filled by one worker: their positions in the step,
+    and their sequences."""
 
-    def __init__(self, worker: WorkerConnection, rows: Mapping[int, SequenceState]) -> None:
+    def __init__(
+        self, worker: WorkerConnection, rows: Mapping[int, SequenceState]
+    ) -> None:
         self.worker = worker
         self.table = worker.table
         self.states = np.array(list(rows.values()), object)
@@ -133,7 +147,9 @@ class StepPart:
         self.ready = self.table.ready[self.slots] == self.target
         if self.ready.all():
             return ()
-        return zip(self.rows[~self.ready].tolist(), self.states[~self.ready], strict=True)
+        return zip(
+            self.rows[~self.ready].tolist(), self.states[~self.ready], strict=True
+        )
 
     def select(self, kept: NDArray[np.bool_]) -> None:
         """Keep some of the rows."""
@@ -141,7 +157,8 @@ class StepPart:
             setattr(self, name, getattr(self, name)[kept])
 
     def send_outputs(self, last: Int32s, lengths: Int64s) -> None:
-        """Send the new tokens of each row's output, and request the masks that were not requested yet.
+        """Send the new tokens of each row's output, and request the masks that were not
+        requested yet.
 
         Args:
             last, lengths: `[rows of the whole step]`, see `last_tokens`.
@@ -153,7 +170,9 @@ class StepPart:
         target = table.target[slots]
         new = lengths[rows] - (target & POSITION)
         usual = (new == 1) & (table.ready[slots] == target)
-        if not usual.all():  # seldom: in the usual case each operation counts, because the engine waits for it
+        # seldom: in the usual case each operation counts, because the engine waits for
+        # it
+        if not usual.all():
             for index in np.flatnonzero(~usual & (new != 0)).tolist():
                 self.worker.edit(self.states[index])
             slots = slots[usual]
@@ -167,32 +186,43 @@ class StepPart:
 
 
 class WorkerConnection:
-    """Sends requests to a worker, reads its answers, and owns its slots. For one incarnation, and one thread.
+    """Sends requests to a worker, reads its answers, and owns its slots. For one
+    incarnation, and one thread.
 
     Args:
         name: of the worker, for messages.
-        max_cache_bytes: size of the grammars that the worker keeps (see `LeastRecentlyUsed`).
+        max_cache_bytes: size of the grammars that the worker keeps (see
+            `LeastRecentlyUsed`).
     """
 
     def __init__(
-        self, name: str, pid: int, channel: Channel, table: SlotTable, max_cache_bytes: int, is_remote: bool = False
+        self,
+        name: str,
+        pid: int,
+        channel: Channel,
+        table: SlotTable,
+        max_cache_bytes: int,
+        is_remote: bool = False,
     ) -> None:
         self.name = name
         self.pid = pid
         self.is_remote = is_remote
-        """The worker is on another node. What it is busy with is known up to a second later."""
+        """The worker is on another node. What it is busy with is known up to a second
+        later."""
         self.channel = channel
         self.table = table
         self.sequences: dict[int, SequenceState] = {}
         """The open sequences, by slot."""
         self._loaded = LeastRecentlyUsed[int](max_cache_bytes)
-        """Numbers of the grammars that the worker has, by key. One that is sent again gets a new number."""
+        """Numbers of the grammars that the worker has, by key. One that is sent again
+        gets a new number."""
         self._count = count()
         self.requests: list[Request] = []
         """The next frame."""
 
     def free_slot(self) -> int | None:
-        """Return the lowest free slot: a GPU reads those without a copy. None: no sequence can be opened now."""
+        """Return the lowest free slot: a GPU reads those without a copy. None: no
+        sequence can be opened now."""
         table = self.table
         free = np.flatnonzero((table.target < 0) & (table.target == table.ready))
         return int(free[0]) if len(free) else None
@@ -217,7 +247,15 @@ class WorkerConnection:
         state.slot = slot
         state.waits_until = math.inf
         version = self._next_version(slot, len(tokens))
-        opening = (slot, version, number, tokens, sequence.request_id, sequence.budget, sequence.final)
+        opening = (
+            slot,
+            version,
+            number,
+            tokens,
+            sequence.request_id,
+            sequence.budget,
+            sequence.final,
+        )
         self.requests.append(Open(*opening))
 
     def cut(self, state: SequenceState, length: int) -> None:
@@ -226,16 +264,25 @@ class WorkerConnection:
             self.edit(state, length)
 
     def edit(self, state: SequenceState, length: int = POSITION) -> None:
-        """Send the part of a sequence's output that the worker may not know in a message, up to `length` tokens."""
+        """Send the part of a sequence's output that the worker may not know in a
+        message, up to `length` tokens."""
         output = state.sequence.output_token_ids
         end = min(len(output), length)
         filled = max(0, int(self.table.ready[state.slot])) & POSITION
         sent = int(self.table.target[state.slot]) & POSITION
         start = min(filled, sent, end)
-        self.requests.append(Edit(state.slot, self._next_version(state.slot, end), start, list(output[start:end])))
+        self.requests.append(
+            Edit(
+                state.slot,
+                self._next_version(state.slot, end),
+                start,
+                list(output[start:end]),
+            )
+        )
 
     def _next_version(self, slot: int, length: int) -> int:
-        """Request the mask after an output that is sent in a message. Returns the output's version."""
+        """Request the mask after an output that is sent in a message. Returns the
+        output's version."""
         target = int(self.table.target[slot])
         if target < 0:
             edits = ~target
@@ -246,7 +293,8 @@ class WorkerConnection:
         return version
 
     def free(self, state: SequenceState) -> None:
-        """Close a sequence's matcher with the next frame. Its slot is reused once the worker has confirmed it."""
+        """Close a sequence's matcher with the next frame. Its slot is reused once the
+        worker has confirmed it."""
         slot = state.slot
         del self.sequences[slot]
         self.table.target[slot] = freed(int(self.table.target[slot]))
@@ -260,41 +308,55 @@ class WorkerConnection:
 
     def receive(self) -> None:
         """Read the answers that have arrived."""
-        self.channel.push()  # if all rows are late, no step sends the rest of a large frame
+        # if all rows are late, no step sends the rest of a large frame
+        self.channel.push()
         while (frame := self.channel.receive()) is not None:
             try:
                 answer = _decode(frame)
             except msgspec.MsgspecError:
-                continue  # empty, or not a worker's: if rows stay missing, the supervisor ends the worker
+                # empty, or not a worker's: if rows stay missing, the supervisor ends
+                # the worker
+                continue
             state = self.sequences.get(answer.slot)
             if state is not None and answer.version == self.table.target[state.slot]:
                 error = from_wire(answer.error)
                 error.add_note(f"on {self.name}")
                 state.fail(error)
                 key = state.grammar.key
-                # Perhaps its grammar was not loaded, for a passing lack of memory: the next sequence loads it again.
+                # Perhaps its grammar was not loaded, for a passing lack of memory: the
+                # next sequence loads it again.
                 if not state.has_answered and self._loaded.get(key) == state.number:
                     self.requests.append(Unload([self._loaded.remove(key)]))
 
     def work(self) -> list[Work]:
-        """Return what each busy thread of the worker does, what began last first. From any thread."""
+        """Return what each busy thread of the worker does, what began last first. From
+        any thread."""
         mark = self.table.mark[0]
         busy = mark["busy"].tolist()
         beat = float(mark["beat"])
         walls = (beat - mark["since"]).tolist()
         works = [
             Work(wall, wall - waited, ran, phase, subject)
-            for phase, subject, wall, (ran, waited) in zip(ACTIVITIES, busy, walls, mark["times"].tolist(), strict=True)
+            for phase, subject, wall, (ran, waited) in zip(
+                ACTIVITIES, busy, walls, mark["times"].tolist(), strict=True
+            )
             if subject != IDLE
         ]
         return sorted(works)
 
     def concerned(self, works: Iterable[Work]) -> list[SequenceState]:
-        """Return the sequences without a mask that threads are busy with. From any thread."""
+        """Return the sequences without a mask that threads are busy with. From any
+        thread."""
         threads = {(work.phase == "fill", work.subject) for work in works}
-        states = [state for state in list(self.sequences.values()) if not state.is_ready]
+        states = [
+            state for state in list(self.sequences.values()) if not state.is_ready
+        ]
         filled = [state for state in states if (True, state.slot) in threads]
-        return filled + [state for state in states if (False, state.number) in threads and not state.has_answered]
+        return filled + [
+            state
+            for state in states
+            if (False, state.number) in threads and not state.has_answered
+        ]
 
     def described(self, work: Work, silent: float) -> str:
         """Return a text about what a thread is busy with, for the log. From any thread.
@@ -321,8 +383,11 @@ def _fill(slots: Indices) -> Fill:
 
 
 def send_all(workers: Collection[WorkerConnection]) -> None:
-    """Send every worker its next frame, one right after the other: a worker that wakes up may take this CPU."""
-    frames = [(worker, encode(worker.requests)) for worker in workers if worker.requests]
+    """Send every worker its next frame, one right after the other: a worker that wakes
+    up may take this CPU."""
+    frames = [
+        (worker, encode(worker.requests)) for worker in workers if worker.requests
+    ]
     for worker, frame in frames:
         worker.requests = []
         worker.channel.send(frame)

@@ -1,6 +1,7 @@
 """Dispatcher: sends each step to the workers that are up, and collects the masks.
 
-A sequence is opened on the worker with the fewest open sequences, and stays there until it ends or the worker does.
+A sequence is opened on the worker with the fewest open sequences, and stays there until
+it ends or the worker does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from actors.connection import SequenceState, StepPart, Work, WorkerConnection, last_tokens, send_all
+from actors.connection import (
+    SequenceState,
+    StepPart,
+    Work,
+    WorkerConnection,
+    last_tokens,
+    send_all,
+)
 from actors.protocol import CHECKED, FAILED, STEERED
 from actors.quarantine import Quarantine
 from guided.backends import BACKENDS
@@ -24,8 +32,8 @@ from guided.pools.status import EndCause
 from guided.sequence import GuidedSequence, VetoReport
 
 _LOOK_SECONDS = 0.001
-"""Poll interval while waiting for masks, workers and slots: a worker that finishes just before `wake` is set sends no
-message."""
+"""Poll interval while waiting for masks, workers and slots: a worker that finishes just
+before `wake` is set sends no message."""
 _SHORT_SECONDS = 0.0001
 """The same, in the last millisecond before a deadline."""
 
@@ -56,15 +64,20 @@ class _Step:
 
 
 class Dispatcher:
-    """Sequences on workers, and the steps between them. Implements the step methods of `MaskPool`. For one thread.
+    """Sequences on workers, and the steps between them. Implements the step methods of
+    `MaskPool`. For one thread.
 
     Args:
-        pool_wait: seconds that a sequence waits for a worker before it fails with `PoolUnavailable`.
-        max_replays: how often a sequence is opened again after a worker died while it was busy with the sequence.
+        pool_wait: seconds that a sequence waits for a worker before it fails with
+            `PoolUnavailable`.
+        max_replays: how often a sequence is opened again after a worker died while it
+            was busy with the sequence.
         forced_tokens: workers look ahead where a mask allows only one token.
     """
 
-    def __init__(self, pool_wait: float, max_replays: int, forced_tokens: bool = False) -> None:
+    def __init__(
+        self, pool_wait: float, max_replays: int, forced_tokens: bool = False
+    ) -> None:
         self._forced_tokens = forced_tokens
         self.pool_wait = pool_wait
         self._max_replays = max_replays
@@ -75,10 +88,12 @@ class Dispatcher:
         self._is_changed = False
         """Whether a worker has ended since the last step."""
         self._holding: set[SequenceState] = set()
-        """Sequences of a backend that holds the interpreter lock while it computes a mask."""
+        """Sequences of a backend that holds the interpreter lock while it computes a
+        mask."""
         self.quarantine = Quarantine()
         self.replays = 0
-        """Sequences that outlived their worker and are opened on another one, since the start."""
+        """Sequences that outlived their worker and are opened on another one, since the
+        start."""
         self._events: deque[Callable[[], None]] = deque()
         self.unavailable: PoolUnavailable | None = None
         """Why no worker will take a sequence, as far as is known."""
@@ -89,7 +104,8 @@ class Dispatcher:
         return self._sequences
 
     def announce(self, event: Callable[[], None]) -> None:
-        """Have the engine's thread call `event`: at its next call, or while it waits in `collect`. From any thread."""
+        """Have the engine's thread call `event`: at its next call, or while it waits in
+        `collect`. From any thread."""
         self._events.append(event)
 
     def _receive(self) -> None:
@@ -108,13 +124,19 @@ class Dispatcher:
         self._poller.register(worker.channel.fd, select.POLLIN)
 
     def end(
-        self, worker: WorkerConnection, error: GuidedError, cause: EndCause = "died", works: Collection[Work] = ()
+        self,
+        worker: WorkerConnection,
+        error: GuidedError,
+        cause: EndCause = "died",
+        works: Collection[Work] = (),
     ) -> None:
-        """Handle the end of a worker: its sequences fail, or are opened on another one when they are next wanted.
+        """Handle the end of a worker: its sequences fail, or are opened on another one
+        when they are next wanted.
 
-        The sequences that `works` concern fail. If the worker died and `max_replays` is 0, each one with an open
-        matcher fails too. Otherwise each one fails that n workers were busy with at their ends: loaded, opened or
-        filled it. For a death n is `max_replays` + 1, for another end it is at least 2.
+        The sequences that `works` concern fail. If the worker died and `max_replays` is
+        0, each one with an open matcher fails too. Otherwise each one fails that n
+        workers were busy with at their ends: loaded, opened or filled it. For a death n
+        is `max_replays` + 1, for another end it is at least 2.
 
         Args:
             error: for the sequences that are lost.
@@ -143,7 +165,9 @@ class Dispatcher:
             if cause == "died" and not replays:
                 is_lost = is_lost or state.has_answered
             if is_lost:
-                state.fail(died if state in busy and isinstance(error, WorkerDied) else error)
+                state.fail(
+                    died if state in busy and isinstance(error, WorkerDied) else error
+                )
         for part in self._step.parts:
             if part.worker is worker:
                 self._step.waiting.update(part.look())
@@ -155,7 +179,12 @@ class Dispatcher:
         worker.sequences.clear()
         worker.close()
 
-    def _suspect(self, cause: EndCause, culprits: Collection[SequenceState], busy: Collection[SequenceState]) -> None:
+    def _suspect(
+        self,
+        cause: EndCause,
+        culprits: Collection[SequenceState],
+        busy: Collection[SequenceState],
+    ) -> None:
         """Note which constraint has ended a worker."""
         suspects = culprits
         if cause == "died":
@@ -163,9 +192,17 @@ class Dispatcher:
         elif cause not in ("load", "fill"):
             return
         keys = {state.grammar.constraint.key for state in suspects}
-        states = [state for state in self._sequences.values() if state.grammar.constraint.key in keys]
-        had_mask = any(state.has_answered or state.sequence.output_token_ids for state in states)
-        if cause == "died" and (had_mask or len(keys) > 1):  # then it need not be the cause
+        states = [
+            state
+            for state in self._sequences.values()
+            if state.grammar.constraint.key in keys
+        ]
+        had_mask = any(
+            state.has_answered or state.sequence.output_token_ids for state in states
+        )
+        if cause == "died" and (
+            had_mask or len(keys) > 1
+        ):  # then it need not be the cause
             return
         for key in keys:
             self.quarantine.note(key)
@@ -192,7 +229,9 @@ class Dispatcher:
                 self._holding.discard(state)
                 if state.worker is not None:
                     state.worker.free(state)
-                state.fail(BackendError("the sequence was freed before its mask was collected"))
+                state.fail(
+                    BackendError("the sequence was freed before its mask was collected")
+                )
         if not self._sequences:  # there may be no next step to send the messages with
             send_all(self.workers)
 
@@ -201,7 +240,9 @@ class Dispatcher:
         if state is not None and state.worker is not None:
             state.worker.cut(state, length)
 
-    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
+    def submit(
+        self, sequences: Sequence[GuidedSequence], batch: int | None = None
+    ) -> None:
         self._handle_events()
         is_same = batch is not None and batch == self._step.batch
         if self._is_changed or not (is_same and self._step.all_ready):
@@ -219,13 +260,16 @@ class Dispatcher:
         for row, sequence in enumerate(sequences):
             state = self._sequences.get(sequence.sequence_id)
             if state is None:
-                step.failed[row] = BackendError(f"sequence {sequence.sequence_id} is not open")
+                step.failed[row] = BackendError(
+                    f"sequence {sequence.sequence_id} is not open"
+                )
             else:
                 step.waiting[row] = state
         self._place_all(step)
 
     def _place_all(self, step: _Step) -> None:
-        """Open the waiting sequences that have no worker, if possible, and group the rows by worker."""
+        """Open the waiting sequences that have no worker, if possible, and group the
+        rows by worker."""
         parts: dict[WorkerConnection, dict[int, SequenceState]] = {}
         waiting = step.waiting
         step.waiting = {}
@@ -245,27 +289,42 @@ class Dispatcher:
         return self.unavailable or self.quarantine.error(constraint.key)
 
     def _place(self, state: SequenceState) -> None:
-        """Open a sequence, if a worker can take it now. Fail it if it waited too long, or its grammar ends workers."""
+        """Open a sequence, if a worker can take it now. Fail it if it waited too long,
+        or its grammar ends workers."""
         able = [worker for worker in self.workers if worker.free_slot() is not None]
         error = self.refusal(state.grammar.constraint)
         if not able and state.has_waited(self.pool_wait):
-            error = PoolUnavailable(f"no mask worker could take the sequence for {self.pool_wait:g} s")
+            error = PoolUnavailable(
+                f"no mask worker could take the sequence for {self.pool_wait:g} s"
+            )
         if error is not None:
             state.fail(error)
         elif able:
-            # While a backend that holds the interpreter lock computes a mask, no other thread of the worker runs. So
-            # its sequences share one worker, and others avoid that worker as long as there are such sequences.
+            # While a backend that holds the interpreter lock computes a mask, no other
+            # thread of the worker runs. So its sequences share one worker, and others
+            # avoid that worker as long as there are such sequences.
             apart = bool(self._holding)
-            holder = next((other.worker for other in self._holding if other.worker is not None), self.workers[-1])
+            holder = next(
+                (other.worker for other in self._holding if other.worker is not None),
+                self.workers[-1],
+            )
             holds = state in self._holding
-            worker = min(able, key=lambda worker: (apart and (worker is holder) != holds, len(worker.sequences)))
+            worker = min(
+                able,
+                key=lambda worker: (
+                    apart and (worker is holder) != holds,
+                    len(worker.sequences),
+                ),
+            )
             worker.open(state)
 
     def collect(self, deadline: float | None = None) -> StepMasks:
         step = self._step
         undecided = step.look()
         if undecided:
-            undecided = self._wait_for_step(step, math.inf if deadline is None else time.monotonic() + deadline)
+            undecided = self._wait_for_step(
+                step, math.inf if deadline is None else time.monotonic() + deadline
+            )
         result = StepMasks(failed=step.failed)
         for part in step.parts:
             table = part.table
@@ -282,13 +341,18 @@ class Dispatcher:
                 sequence.steered |= bool(status[index] & STEERED)
                 if status[index] & CHECKED:
                     length, final, keyword = table.veto[slots[index]].item()
-                    result.note(int(rows[index]), sequence, VetoReport(length, final, keyword.decode()))
+                    result.note(
+                        int(rows[index]),
+                        sequence,
+                        VetoReport(length, final, keyword.decode()),
+                    )
         step.all_ready = not (undecided or step.failed)
         result.late = sorted(undecided)
         return result
 
     def _wait_for_step(self, step: _Step, deadline: float) -> dict[int, SequenceState]:
-        """Wait until every row is decided, or until `deadline`, a `time.monotonic()`. Returns the undecided rows."""
+        """Wait until every row is decided, or until `deadline`, a `time.monotonic()`.
+        Returns the undecided rows."""
         while True:
             for worker in self.workers:
                 worker.request_wakeup()
@@ -305,7 +369,9 @@ class Dispatcher:
             else:
                 timeout = 1000 * _LOOK_SECONDS
             polled = self._poller.poll(timeout)
-            if any(happened & select.POLLHUP for _, happened in polled):  # a supervisor is about to announce its end
+            if any(
+                happened & select.POLLHUP for _, happened in polled
+            ):  # a supervisor is about to announce its end
                 time.sleep(_LOOK_SECONDS)
 
     def decided(self, sequence_ids: Collection[int]) -> list[int]:
@@ -313,12 +379,22 @@ class Dispatcher:
             return []
         self._receive()
         can_open = any(worker.free_slot() is not None for worker in self.workers)
-        return [sequence_id for sequence_id in sequence_ids if self._is_decided(sequence_id, can_open)]
+        return [
+            sequence_id
+            for sequence_id in sequence_ids
+            if self._is_decided(sequence_id, can_open)
+        ]
 
     def _is_decided(self, sequence_id: int, can_open: bool) -> bool:
         state = self._sequences.get(sequence_id)
         if state is None or state.error is not None:
             return True
-        if state.worker is None:  # its worker may have ended, or the pool does not start
-            return can_open or self.unavailable is not None or state.has_waited(self.pool_wait)
+        if (
+            state.worker is None
+        ):  # its worker may have ended, or the pool does not start
+            return (
+                can_open
+                or self.unavailable is not None
+                or state.has_waited(self.pool_wait)
+            )
         return state.is_ready

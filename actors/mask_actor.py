@@ -1,10 +1,12 @@
-"""MaskActor: the Ray actor that a mask worker runs in, and the step path to an actor on another node.
+"""MaskActor: the Ray actor that a mask worker runs in, and the step path to an actor on
+another node.
 
-For the engine each worker is local. `RemoteSteps`, in an actor on another node, has a slot table of its own for the
-same `StepServer`. `forward`, in the driver's process on the engine's node, is the worker's side of the engine's table
-and channel. It makes three kinds of Ray calls: `deliver` hands over a frame of requests, `load` a grammar in the object
-store, and `collect` waits for lines of the table that have changed. They are separate, so that a slow row does not
-delay frames.
+For the engine each worker is local. `RemoteSteps`, in an actor on another node, has a
+slot table of its own for the same `StepServer`. `forward`, in the driver's process on
+the engine's node, is the worker's side of the engine's table and channel. It makes
+three kinds of Ray calls: `deliver` hands over a frame of requests, `load` a grammar in
+the object store, and `collect` waits for lines of the table that have changed. They are
+separate, so that a slow row does not delay frames.
 """
 
 from __future__ import annotations
@@ -28,7 +30,16 @@ from numpy.typing import NDArray
 
 from actors.packages import buffer, receive, receive_grammar, send_package, socket_pair
 from actors.processes import enter_session, limit_memory, memory_limit
-from actors.protocol import WAKE, Indices, Int32s, Int64s, SlotTable, connect, create_table, hang_up
+from actors.protocol import (
+    WAKE,
+    Indices,
+    Int32s,
+    Int64s,
+    SlotTable,
+    connect,
+    create_table,
+    hang_up,
+)
 from actors.server import ReceiveGrammar, StepServer
 from guided.backends import Backends
 from guided.backends.without_torch import leave_out_torch
@@ -37,13 +48,16 @@ from guided.masks.worker import MaskWorker
 from guided.vocabulary import Vocabulary
 
 _TOGETHER_SECONDS = 0.003
-"""Lines that are ready wait so long for the other ones, and are sent without them after that."""
+"""Lines that are ready wait so long for the other ones, and are sent without them after
+that."""
 _REPORT_SECONDS = 0.25
-"""While lines are missing, the engine hears this often which of them is being filled."""
+"""While lines are missing, the engine hears this often which of them is being
+filled."""
 _IDLE_REPORT_SECONDS = 0.5
 """Otherwise it gets the heartbeat this often."""
 ANSWERS = "answers"
-"""The concurrency group of `collect`, which waits for masks: it has a thread of its own."""
+"""The concurrency group of `collect`, which waits for masks: it has a thread of its
+own."""
 _log = logging.getLogger(__name__)
 
 
@@ -85,7 +99,8 @@ class RemoteSteps:
         """Begin to serve.
 
         Args:
-            serve: starts a `StepServer` with its end of a channel, its `receive_grammar`, and its table.
+            serve: starts a `StepServer` with its end of a channel, its
+                `receive_grammar`, and its table.
             fetch: waits for the objects of references (`ray.get`).
         """
         self._table, memory = create_table(slots, words)
@@ -104,28 +119,37 @@ class RemoteSteps:
         serve(server_end, receive_grammar, self._table)
 
     def load(self, reference: list[Any]) -> None:
-        """Take over a grammar: the one reference of an encoded `CompileResult` in the object store. In order."""
+        """Take over a grammar: the one reference of an encoded `CompileResult` in the
+        object store. In order."""
         self._grammars.put(reference)
 
-    def deliver(self, frame: bytes, slots: Indices, target: Int64s, tokens: Int32s) -> None:
-        """Take over a frame of requests, and the new values `[n]` of the engine's columns. Calls are made in order."""
+    def deliver(
+        self, frame: bytes, slots: Indices, target: Int64s, tokens: Int32s
+    ) -> None:
+        """Take over a frame of requests, and the new values `[n]` of the engine's
+        columns. Calls are made in order."""
         self._table.tokens[slots] = tokens
         self._table.target[slots] = target
         self._news.set()
         send_package(self._end, frame)
 
     def collect(self) -> Lines:
-        """Wait for changed lines. Those that are ready wait a few milliseconds for the others of their step."""
+        """Wait for changed lines. Those that are ready wait a few milliseconds for the
+        others of their step."""
         table = self._table
         failures: list[bytes] = []
         self._news.wait(_IDLE_REPORT_SECONDS)
         deadline = time.monotonic() + _REPORT_SECONDS
         while True:
             self._news.clear()
-            table.wake[0] = 1  # the server sends a message when it has nothing left to fill
+            table.wake[0] = (
+                1  # the server sends a message when it has nothing left to fill
+            )
             has_work = table.has_work()
             # After `has_work`: rows are filled meanwhile.
-            changed = (table.ready != self._sent_ready) | (table.status != self._sent_status)
+            changed = (table.ready != self._sent_ready) | (
+                table.status != self._sent_status
+            )
             while wait([self._end], 0):
                 frame = bytes(receive(self._end))
                 if frame != WAKE:
@@ -142,8 +166,13 @@ class RemoteSteps:
 
     def _lines(self, slots: Indices, failures: list[bytes]) -> Lines:
         table = self._table
-        ready = table.ready[slots]  # before the others: a line that is filled again meanwhile has the older version
-        columns = {name: getattr(table, name)[slots] for name in ("mask", "seconds", "status", "forced", "veto")}
+        ready = table.ready[
+            slots
+        ]  # before the others: a line that is filled again meanwhile has the older version
+        columns = {
+            name: getattr(table, name)[slots]
+            for name in ("mask", "seconds", "status", "forced", "veto")
+        }
         self._sent_ready[slots] = ready
         self._sent_status[slots] = columns["status"]
         return Lines(slots, {**columns, "ready": ready}, table.mark.copy(), failures)
@@ -155,14 +184,26 @@ class MaskActor(RemoteSteps):
     Args:
         memory: limit of this process's memory in bytes.
         forced_tokens: look ahead for tokens without an alternative.
-        backends: grammar libraries that are imported now. Others are when a grammar first needs them.
+        backends: grammar libraries that are imported now. Others are when a grammar
+            first needs them.
     """
 
-    def __init__(self, vocabulary: Vocabulary, memory: int, forced_tokens: bool, backends: Sequence[str]) -> None:
-        limit_memory(memory_limit(memory))  # this node may have less memory than the engine's
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        memory: int,
+        forced_tokens: bool,
+        backends: Sequence[str],
+    ) -> None:
+        limit_memory(
+            memory_limit(memory)
+        )  # this node may have less memory than the engine's
         leave_out_torch()
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
-        # Python's default, 5 ms, is what the second thread would wait for each time that a library returns to Python.
+        logging.basicConfig(
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )  # to Ray's file of this process
+        # Python's default, 5 ms, is what the second thread would wait for each time
+        # that a library returns to Python.
         sys.setswitchinterval(0.00005)
         self._backends = Backends(vocabulary)
         for name in backends:
@@ -172,11 +213,13 @@ class MaskActor(RemoteSteps):
                 _log.exception("the grammar library of %s cannot be imported", name)
         self._worker = MaskWorker(vocabulary)
         self._forced_tokens = forced_tokens
-        enter_session()  # now, because the engine waits while an actor loads its libraries
+        # now, because the engine waits while an actor loads its libraries
+        enter_session()
         watch_free_memory()
 
     def serve(self, channel: str, slots: int, words: int) -> ActorLocation:
-        """Serve the steps of an engine: by its channel, or by `deliver` and `collect` if it cannot be reached.
+        """Serve the steps of an engine: by its channel, or by `deliver` and `collect`
+        if it cannot be reached.
 
         Returns where this actor runs.
         """
@@ -191,11 +234,23 @@ class MaskActor(RemoteSteps):
         else:
             self._serve(end, lambda: partial(buffer, receive_grammar(grammars)), table)
         node_id = str(ray.get_runtime_context().get_node_id())
-        return ActorLocation(os.getpid(), node_id, platform.node(), version("guided"), is_direct)
+        return ActorLocation(
+            os.getpid(), node_id, platform.node(), version("guided"), is_direct
+        )
 
-    def _serve(self, end: socket.socket, receive_grammar: ReceiveGrammar, table: SlotTable) -> None:
+    def _serve(
+        self, end: socket.socket, receive_grammar: ReceiveGrammar, table: SlotTable
+    ) -> None:
         give_up = partial(os._exit, 1)
-        StepServer(self._worker, self._backends, end, receive_grammar, table, self._forced_tokens, give_up).start()
+        StepServer(
+            self._worker,
+            self._backends,
+            end,
+            receive_grammar,
+            table,
+            self._forced_tokens,
+            give_up,
+        ).start()
 
 
 def forward(
@@ -206,20 +261,27 @@ def forward(
     load: Callable[[Any], object],
     collect: Callable[[], Lines],
 ) -> None:
-    """Forward one incarnation's steps, on three daemon threads, until the engine closes the channel or the actor ends.
+    """Forward one incarnation's steps, on three daemon threads, until the engine closes
+    the channel or the actor ends.
 
     Args:
-        end, grammars, table: the worker's ends of the engine's channel, and the engine's table.
-        deliver: calls `RemoteSteps.deliver` in the actor, and does not wait for it. Calls keep their order.
-        load: puts a buffer into the object store, and calls `RemoteSteps.load` in the actor.
-        collect: calls `RemoteSteps.collect` in the actor. Raises if the actor has ended.
+        end, grammars, table: the worker's ends of the engine's channel, and the
+            engine's table.
+        deliver: calls `RemoteSteps.deliver` in the actor, and does not wait for it.
+            Calls keep their order.
+        load: puts a buffer into the object store, and calls `RemoteSteps.load` in the
+            actor.
+        collect: calls `RemoteSteps.collect` in the actor. Raises if the actor has
+            ended.
     """
 
     sent = table.target.copy()
 
     def forward_frame() -> None:
         frame = bytes(receive(end))
-        slots = np.flatnonzero(table.target != sent)  # each request of a mask has another version
+        slots = np.flatnonzero(
+            table.target != sent
+        )  # each request of a mask has another version
         sent[slots] = target = table.target[slots]
         deliver(frame, slots, target, table.tokens[slots])
 
@@ -240,12 +302,19 @@ def forward(
             _log.info("a step channel ends: %s", error)
         hang_up(end)
 
-    for action in (forward_frame, lambda: load(buffer(receive_grammar(grammars))), return_lines):
-        threading.Thread(target=run, args=(action,), name="forwarder", daemon=True).start()
+    for action in (
+        forward_frame,
+        lambda: load(buffer(receive_grammar(grammars))),
+        return_lines,
+    ):
+        threading.Thread(
+            target=run, args=(action,), name="forwarder", daemon=True
+        ).start()
 
 
 def _write(lines: Lines, table: SlotTable) -> None:
-    """Write lines into the table. The engine reads a line when its `ready`, which is written last, has changed."""
+    """Write lines into the table. The engine reads a line when its `ready`, which is
+    written last, has changed."""
     for name, values in lines.columns.items():
         getattr(table, name)[lines.slots] = values
     table.mark[:] = lines.mark

@@ -1,7 +1,8 @@
-"""Packages: messages that may be large, above all compiled grammars on their way to the actors.
+"""Packages: messages that may be large, above all compiled grammars on their way to the
+actors.
 
-A small package is bytes. A large one is sealed memory of which only the descriptor travels, so that the engine's
-process never copies it.
+A small package is bytes. A large one is sealed memory of which only the descriptor
+travels, so that the engine's process never copies it.
 """
 
 from __future__ import annotations
@@ -21,31 +22,38 @@ from guided.errors import Wire
 
 _log = logging.getLogger(__name__)
 _SMALL_BYTES = 64 << 10
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+_SEALS = (
+    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+)
 _IN_MEMORY = b"m"
 """Message that a descriptor comes with."""
 _DESCRIPTOR = struct.Struct("i")
 
 
 class CompileResult(msgspec.Struct, array_like=True, frozen=True):
-    """An error, or a compiled grammar: what a compile process sends, and an actor loads."""
+    """An error, or a compiled grammar: what a compile process sends, and an actor
+    loads."""
 
     backend: str
     constraint: Constraint
     error: Wire | None = None
     nbytes: int = 0
-    """Memory of the grammar in a process that has loaded it, as measured where it was compiled."""
+    """Memory of the grammar in a process that has loaded it, as measured where it was
+    compiled."""
     checked: tuple[str, ...] = ()
     dumped: memoryview = memoryview(b"")
-    """The serialized grammar (`CompiledGrammar.dump`): a view into the message, where it was decoded."""
+    """The serialized grammar (`CompiledGrammar.dump`): a view into the message, where
+    it was decoded."""
 
 
 class InvalidPackage(OSError):
-    """What was received is no package: the process that sent it may be broken, or this one has no free descriptor."""
+    """What was received is no package: the process that sent it may be broken, or this
+    one has no free descriptor."""
 
 
 class SealedMemory:
-    """A memfd that cannot change any more. Its descriptor is closed with the last reference to this object.
+    """A memfd that cannot change any more. Its descriptor is closed with the last
+    reference to this object.
 
     Raises:
         InvalidPackage: the descriptor is of something else, or the memory is empty.
@@ -86,7 +94,8 @@ def packed(package: Package) -> Package:
 
 
 def buffer(package: Package) -> bytes | mmap.mmap:
-    """Return the message. The mapping is private: some kernels refuse a shared one of sealed memory."""
+    """Return the message. The mapping is private: some kernels refuse a shared one of
+    sealed memory."""
     if isinstance(package, bytes):
         return package
     return mmap.mmap(package.fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
@@ -117,9 +126,12 @@ def receive_descriptor(stream: socket.socket) -> tuple[bytes, int]:
     Raises:
         EOFError: the other end is closed.
     """
-    # Without the flag, which `socket.recv_fds` leaves out, a process that is started meanwhile inherits the descriptor.
+    # Without the flag, which `socket.recv_fds` leaves out, a process that is started
+    # meanwhile inherits the descriptor.
     size = socket.CMSG_LEN(_DESCRIPTOR.size)
-    content, received, _, _ = stream.recvmsg(_SMALL_BYTES, size, socket.MSG_CMSG_CLOEXEC)
+    content, received, _, _ = stream.recvmsg(
+        _SMALL_BYTES, size, socket.MSG_CMSG_CLOEXEC
+    )
     if not content:
         raise EOFError
     for _, _, descriptor in received:
@@ -143,7 +155,8 @@ def receive_package(stream: socket.socket) -> Package:
 
 
 def receive_grammar(stream: socket.socket) -> Package:
-    """Receive a grammar. In the place of an invalid package there is an empty one: only that grammar has an error."""
+    """Receive a grammar. In the place of an invalid package there is an empty one: only
+    that grammar has an error."""
     try:
         return receive_package(stream)
     except InvalidPackage as error:

@@ -1,4 +1,5 @@
-"""Quarantine: constraints that have ended several mask actors are refused for a while."""
+"""Quarantine: constraints that have ended several mask actors are refused for a
+while."""
 
 from __future__ import annotations
 
@@ -9,22 +10,26 @@ from guided.errors import ConstraintQuarantined
 
 _SECONDS = 600.0
 _APART_SECONDS = 1.0
-"""Ends that follow each other more closely count as one: something else may have ended several actors at once."""
+"""Ends that follow each other more closely count as one: something else may have ended
+several actors at once."""
 
 
 class Quarantine:
-    """Which constraints are refused, by their keys: those that have ended two actors within `_SECONDS`."""
+    """Which constraints are refused, by their keys: those that have ended two actors
+    within `_SECONDS`."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
-        """`time.monotonic()` of the last end of an actor, by the key of the constraint."""
+        """`time.monotonic()` of the last end of an actor, by the key of the
+        constraint."""
         self._until: dict[str, float] = {}
         """`time.monotonic()` until which a constraint is refused."""
         self.total = 0
         """Number of constraints that were put into quarantine."""
 
     def note(self, key: str) -> None:
-        """Note that a constraint has ended an actor. One actor may be ended by anything."""
+        """Note that a constraint has ended an actor. One actor may be ended by
+        anything."""
         now = time.monotonic()
         since = now - self._last.get(key, -math.inf)
         if since < _APART_SECONDS:

@@ -1,6 +1,8 @@
-"""RayPool: mask workers in Ray actors, at in-process speed. A supervisor keeps each actor alive.
+"""RayPool: mask workers in Ray actors, at in-process speed. A supervisor keeps each
+actor alive.
 
-Ray places, starts and ends the actors. A step is one message per actor over a socket, and masks are in shared memory.
+Ray places, starts and ends the actors. A step is one message per actor over a socket,
+and masks are in shared memory.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from actors.compiler import Compiler
 from actors.connection import WorkerConnection
 from actors.dispatcher import Dispatcher
 from actors.mask_actor import ActorLocation
-from actors.processes import CALL_SECONDS, RETRY_SECONDS, STOP_SECONDS, TICK_SECONDS, kill, memory_limit
+from actors.processes import (
+    CALL_SECONDS,
+    RETRY_SECONDS,
+    STOP_SECONDS,
+    TICK_SECONDS,
+    kill,
+    memory_limit,
+)
 from actors.protocol import Channel
 from actors.watch import Verdict, Watch
 from guided.bitmask import words
@@ -62,17 +71,23 @@ _log = logging.getLogger(__name__)
 
 
 class RayPool(Dispatcher):
-    """A `MaskPool` of Ray actors. They start in the background with the first constraint, or with `start`.
+    """A `MaskPool` of Ray actors. They start in the background with the first
+    constraint, or with `start`.
 
     Args:
         vocabulary: the vocabulary of the masks.
         options: None is `RayPoolOptions()`.
-        pin: called with each actor's mask column before it is up, on other threads: see `pin_masks`.
+        pin: called with each actor's mask column before it is up, on other threads: see
+            `pin_masks`.
         changes: fields of `RayPoolOptions` that replace those of `options`.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, options: RayPoolOptions | None = None, pin: Pin | None = None, **changes: Any
+        self,
+        vocabulary: Vocabulary,
+        options: RayPoolOptions | None = None,
+        pin: Pin | None = None,
+        **changes: Any,
     ) -> None:
         self.options = options = replace(options or RayPoolOptions(), **changes)
         super().__init__(options.pool_wait, options.max_replays, options.forced_tokens)
@@ -89,11 +104,14 @@ class RayPool(Dispatcher):
         self._undo.callback(self.close)
 
     def start(self) -> None:
-        """Start Ray and the actors in the background, unless that has begun. Until then, sequences wait for them."""
+        """Start Ray and the actors in the background, unless that has begun. Until
+        then, sequences wait for them."""
         with self._lock:
             if self._supervisors or self.unavailable is not None:
                 return
-            _log.info("starting the Ray pool: it takes some 5 s and 1.2 GB of memory; pool='inline' takes neither")
+            _log.info(
+                "starting the Ray pool: it takes some 5 s and 1.2 GB of memory; pool='inline' takes neither"
+            )
             self._is_starting = True
             self.pool_wait = math.inf
             self._compiler = Compiler(self.vocabulary, self.options)
@@ -105,10 +123,12 @@ class RayPool(Dispatcher):
                 self._supervisors.append(Supervisor(index, self))
 
     def started(self) -> Self:
-        """Wait for the first actor that is up, and some seconds for the others: Ray may have to wait for CPUs.
+        """Wait for the first actor that is up, and some seconds for the others: Ray may
+        have to wait for CPUs.
 
         Raises:
-            PoolUnavailable: Ray can't be reached or started, or no actor starts; says why.
+            PoolUnavailable: Ray can't be reached or started, or no actor starts; says
+                why.
         """
         self.start()
         while self._is_starting:
@@ -116,28 +136,37 @@ class RayPool(Dispatcher):
                 raise self.unavailable
             time.sleep(_LOOK_SECONDS)
         deadline = time.monotonic() + CALL_SECONDS
-        while any(actor.state == "starting" for actor in self.status().workers) and time.monotonic() < deadline:
+        while (
+            any(actor.state == "starting" for actor in self.status().workers)
+            and time.monotonic() < deadline
+        ):
             time.sleep(_LOOK_SECONDS)
         return self
 
     def note_state(self, error: PoolUnavailable | None) -> None:
-        """Note that an actor is up, or why it did not start. From the supervisors' threads."""
+        """Note that an actor is up, or why it did not start. From the supervisors'
+        threads."""
         with self._lock:
             if error is None:
                 self._is_starting = False
                 self.pool_wait = self.options.pool_wait
                 self.unavailable = None
-            elif self._is_starting and all(actor.state == "down" for actor in self.status().workers):
+            elif self._is_starting and all(
+                actor.state == "down" for actor in self.status().workers
+            ):
                 self.unavailable = error
 
     def _stop_actors(self) -> None:
-        """End the actors. One that still runs after some seconds ends with this process."""
+        """End the actors. One that still runs after some seconds ends with this
+        process."""
         self.stopping.set()
         deadline = time.monotonic() + STOP_SECONDS
         for supervisor in self._supervisors:
             supervisor.thread.join(max(0.0, deadline - time.monotonic()))
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+    def compile(
+        self, constraint: Constraint, backends: Sequence[str]
+    ) -> Future[Grammar]:
         self.start()
         error = self.refusal(constraint)
         if error is None:
@@ -161,12 +190,14 @@ class RayPool(Dispatcher):
         )
 
     def shutdown(self) -> None:
-        """End the actors and release all processes, sockets, memory and files. Idempotent."""
+        """End the actors and release all processes, sockets, memory and files.
+        Idempotent."""
         self._undo.close()
 
 
 class Supervisor:
-    """Keeps actor `index` of a pool alive: starts it, watches it, announces its end, starts the next one.
+    """Keeps actor `index` of a pool alive: starts it, watches it, announces its end,
+    starts the next one.
 
     Each has a thread. `_live` is one incarnation of the actor.
     """
@@ -175,10 +206,14 @@ class Supervisor:
         self._pool = pool
         self._options = pool.options
         self._memory = memory_limit(pool.options.actor_memory_bytes)
-        self._status = WorkerStatus(index, 0, "starting", pid=None, node=None, open_sequences=0, restarts=0)
+        self._status = WorkerStatus(
+            index, 0, "starting", pid=None, node=None, open_sequences=0, restarts=0
+        )
         self._watch: Watch | None = None
         """Set while the actor is up."""
-        self.thread = threading.Thread(target=self._run, name=f"supervisor-{index}", daemon=True)
+        self.thread = threading.Thread(
+            target=self._run, name=f"supervisor-{index}", daemon=True
+        )
         self.thread.start()
 
     @property
@@ -187,7 +222,11 @@ class Supervisor:
         watch = self._watch
         if watch is None:
             return self._status
-        return replace(self._status, open_sequences=len(watch.connection.sequences), silent=watch.silent)
+        return replace(
+            self._status,
+            open_sequences=len(watch.connection.sequences),
+            silent=watch.silent,
+        )
 
     def _note(self, **changes: Any) -> None:
         self._status = replace(self._status, **changes)
@@ -199,7 +238,9 @@ class Supervisor:
                 self._live(stopping)
             except Exception as raised:
                 reason = raised if isinstance(raised, GuidedError) else bounded(raised)
-                error = PoolUnavailable(f"mask actor {self._status.index} did not start: {reason}")
+                error = PoolUnavailable(
+                    f"mask actor {self._status.index} did not start: {reason}"
+                )
                 if not stopping.is_set():
                     self._note(state="down")
                     self._record_end("not_started", error.message)
@@ -223,11 +264,20 @@ class Supervisor:
             if self._pool.pin is not None:
                 self._pool.pin(connection.table.mask)
             _log.info(
-                "mask actor %d (pid %d) is up after %.1f s", self._status.index, location.pid, time.monotonic() - began
+                "mask actor %d (pid %d) is up after %.1f s",
+                self._status.index,
+                location.pid,
+                time.monotonic() - began,
             )
-            watch = self._watch = Watch(connection, process, self._options.mask_limit, self._memory)
+            watch = self._watch = Watch(
+                connection, process, self._options.mask_limit, self._memory
+            )
             restarts = self._status.incarnation
-            place = {"pid": location.pid, "node": location.host, "node_id": location.node_id}
+            place = {
+                "pid": location.pid,
+                "node": location.host,
+                "node_id": location.node_id,
+            }
             self._note(state="up", incarnation=restarts + 1, restarts=restarts, **place)
             self._pool.announce(partial(self._pool.add, connection))
             self._pool.note_state(None)
@@ -236,21 +286,32 @@ class Supervisor:
                 verdict = self._watched(session, watch)
                 cause, works = verdict
                 if not stopping.is_set():
-                    described = [connection.described(work, watch.silent) for work in works or connection.work()]
-                    self._record_end(cause, self._error_of(cause).message + "".join(described))
+                    described = [
+                        connection.described(work, watch.silent)
+                        for work in works or connection.work()
+                    ]
+                    self._record_end(
+                        cause, self._error_of(cause).message + "".join(described)
+                    )
                 if cause != "died" and process is not None:
                     kill(process)
             finally:  # whatever happens: its sequences would wait for ever
-                self._pool.announce(partial(self._pool.end, connection, self._error_of(verdict[0]), *verdict))
+                self._pool.announce(
+                    partial(
+                        self._pool.end, connection, self._error_of(verdict[0]), *verdict
+                    )
+                )
                 self._watch = None
                 self._note(state="restarting", pid=None, node=None, node_id=None)
         finally:
-            session.close()  # first, because Ray would report a kill as an unexpected death
+            # first, because Ray would report a kill as an unexpected death
+            session.close()
             if process is not None:
                 kill(process, after=1.0)
 
     def _connect(self, session: Session) -> tuple[WorkerConnection, ActorLocation]:
-        """Have an actor started, and connect to it: directly if it can reach this process, otherwise through Ray."""
+        """Have an actor started, and connect to it: directly if it can reach this
+        process, otherwise through Ray."""
         pool = self._pool
         options = pool.options
         index = self._status.index
@@ -258,12 +319,19 @@ class Supervisor:
         if self._status.incarnation:
             number = 1  # the others are up, and nodes may have been lost since then
         shape = options.slots, words(pool.vocabulary.padded_vocab_size)
-        arguments = (pool.vocabulary, self._memory, options.forced_tokens, options.preload)
+        arguments = (
+            pool.vocabulary,
+            self._memory,
+            options.forced_tokens,
+            options.preload,
+        )
         channel = Channel()
         with contextlib.ExitStack() as undo:
             undo.callback(channel.close)
             where = (placement, cpus, number, index, (channel.name, *shape))
-            location: ActorLocation = session.ask("bring the actor up", "create", *where, *arguments)
+            location: ActorLocation = session.ask(
+                "bring the actor up", "create", *where, *arguments
+            )
             ours = version("guided")
             if location.version != ours:
                 raise PoolUnavailable(
@@ -274,11 +342,15 @@ class Supervisor:
             undo.pop_all()
         name = f"mask worker {index}, pid {location.pid}"
         is_remote = not location.is_direct
-        return WorkerConnection(name, location.pid, channel, table, options.max_cache_bytes, is_remote), location
+        return WorkerConnection(
+            name, location.pid, channel, table, options.max_cache_bytes, is_remote
+        ), location
 
     def _record_end(self, cause: EndCause, message: str) -> None:
         ends = self._status.ends
-        self._note(ends={**ends, cause: ends.get(cause, 0) + 1}, last_end=bounded(message))
+        self._note(
+            ends={**ends, cause: ends.get(cause, 0) + 1}, last_end=bounded(message)
+        )
         if cause == "died" and not self._options.max_replays:
             message += "; its requests end, because max_replays is 0: with 1 they would go on elsewhere"
         _log.warning("%s", message)
@@ -288,13 +360,17 @@ class Supervisor:
         status = self._status
         kind, how = _ENDS[cause]
         how = how.format(mib=self._memory >> 20, seconds=self._options.mask_limit)
-        return kind(f"mask worker {status.index} (pid {status.pid}, incarnation {status.incarnation}) {how}")
+        return kind(
+            f"mask worker {status.index} (pid {status.pid}, incarnation {status.incarnation}) {how}"
+        )
 
     def _watched(self, session: Session, watch: Watch) -> Verdict:
         """Wait until the incarnation ends or has to be ended."""
         poller = select.poll()
         for end in (watch.connection.channel.fd, session):
-            poller.register(end, 0)  # reports POLLHUP: the actor's process, or the driver, has ended
+            poller.register(
+                end, 0
+            )  # reports POLLHUP: the actor's process, or the driver, has ended
         while not poller.poll(TICK_SECONDS * 1000) and not self._pool.stopping.is_set():
             verdict = watch.look()
             if verdict is not None:

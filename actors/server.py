@@ -1,10 +1,13 @@
-"""StepServer: the worker's side of the channel. It handles requests, loads grammars and fills the slot table.
+"""StepServer: the worker's side of the channel. It handles requests, loads grammars and
+fills the slot table.
 
-The first thread reads requests, and fills the rows that are expected to be quick. The second one fills those that are
-expected to be slow, because their last mask was. While the first thread is stuck in a row all the same, the second one
-does its work. So a slow row delays no quick one: llguidance and xgrammar release the interpreter lock. The two never
-work on the same grammar, because its matchers may share state. A third thread loads grammars and imports libraries: a
-row waits until its grammar is there, and delays no other one. A fourth thread is the heartbeat, and does nothing else.
+The first thread reads requests, and fills the rows that are expected to be quick. The
+second one fills those that are expected to be slow, because their last mask was. While
+the first thread is stuck in a row all the same, the second one does its work. So a slow
+row delays no quick one: llguidance and xgrammar release the interpreter lock. The two
+never work on the same grammar, because its matchers may share state. A third thread
+loads grammars and imports libraries: a row waits until its grammar is there, and delays
+no other one. A fourth thread is the heartbeat, and does nothing else.
 """
 
 from __future__ import annotations
@@ -58,8 +61,8 @@ from guided.masks.worker import MaskWorker
 _STUCK_SECONDS = 0.002
 """The first thread is stuck if it has filled no row for this long."""
 ReceiveGrammar = Callable[[], Callable[[], Any]]
-"""Waits for the next grammar of the engine, and returns a function that fetches it, an encoded `CompileResult`. Raises
-EOFError when the connection is lost."""
+"""Waits for the next grammar of the engine, and returns a function that fetches it, an
+encoded `CompileResult`. Raises EOFError when the connection is lost."""
 _decode_requests = Decoder(list[Request]).decode
 _decode_grammar = Decoder(CompileResult).decode
 _log = logging.getLogger(__name__)
@@ -74,7 +77,8 @@ class _LoadedGrammar:
     is_unloaded: bool = False
     """Whether the engine has dropped it before it was there."""
     seconds: float = SLOW_SECONDS
-    """Seconds of its quickest mask, at most: an estimate for the first mask of a sequence."""
+    """Seconds of its quickest mask, at most: an estimate for the first mask of a
+    sequence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +95,8 @@ class _Slot:
     edits: int = 0
     """The edit count of the last one."""
     due: float = 0.0
-    """`time.monotonic()` of the request, and as long as the row will take, as far as is known."""
+    """`time.monotonic()` of the request, and as long as the row will take, as far as is
+    known."""
     is_freed: bool = False
     """Whether the slot is to be freed, once the row is not being filled any more."""
 
@@ -127,7 +132,8 @@ class StepServer:
         self._busy = table.mark["busy"][0]
         self._since = table.mark["since"][0]
         self._lock = threading.Lock()
-        """Protects the fields below. The second thread reads from `end` only while the first one fills a row."""
+        """Protects the fields below. The second thread reads from `end` only while the
+        first one fills a row."""
         self._slots: dict[int, _Slot] = {}
         self._wanted: dict[int, _Slot] = {}
         """Slots of which a mask is wanted, in the order of the requests."""
@@ -138,7 +144,10 @@ class StepServer:
         self._news = threading.Event()
         """Set when a frame was handled; cleared by the second thread."""
         loops = (self._serve, self._relieve, self._load_all, self._beat)
-        self._threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in loops]
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,), daemon=True)
+            for loop in loops
+        ]
 
     def start(self) -> None:
         """Serve, on daemon threads."""
@@ -146,13 +155,16 @@ class StepServer:
             thread.start()
 
     def _run(self, loop: Callable[[], None]) -> None:
-        # A thread of this class does not take the CPU from the engine's thread when it is woken up (sched(7)).
+        # A thread of this class does not take the CPU from the engine's thread when it
+        # is woken up (sched(7)).
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
             loop()
         except (EOFError, OSError):
             _log.info("the step server ends with its connection")
-        except Exception:  # a bug: the engine would wait for a worker that stays up without answering
+        except (
+            Exception
+        ):  # a bug: the engine would wait for a worker that stays up without answering
             _log.exception("the step server ends")
         self._give_up()
 
@@ -173,7 +185,9 @@ class StepServer:
             if self._fill_next(SECOND):
                 continue
             with self._lock:  # rows may have been left because of their grammar
-                is_done = self._filling[FIRST] is None and next(self._able(), None) is None
+                is_done = (
+                    self._filling[FIRST] is None and next(self._able(), None) is None
+                )
                 is_stuck = self._is_stuck()
             if is_done or is_stuck:
                 self._wake_engine()
@@ -198,7 +212,9 @@ class StepServer:
             del grammar, loaded  # they would stay in memory until the next one comes
             self._news.set()
 
-    def _load(self, number: int, fetch: Callable[[], Any]) -> CompiledGrammar | GuidedError:
+    def _load(
+        self, number: int, fetch: Callable[[], Any]
+    ) -> CompiledGrammar | GuidedError:
         try:
             self._begin(IMPORT, number)
             with guard("loading a grammar"):
@@ -209,22 +225,28 @@ class StepServer:
                 self._busy[IMPORT] = IDLE
                 return backend.load(result.constraint, result.dumped)
         except GuidedError as error:
-            return from_wire(to_wire(error))  # without its traceback, which would keep the memory
+            return from_wire(
+                to_wire(error)
+            )  # without its traceback, which would keep the memory
 
     def _begin(self, activity: int, subject: int) -> None:
         self._since[activity] = time.monotonic()
         self._busy[activity] = subject
 
     def _beat(self) -> None:
-        """Body of the heartbeat. It publishes how long the other threads have run, and waited for a CPU."""
+        """Body of the heartbeat. It publishes how long the other threads have run, and
+        waited for a CPU."""
         mark = self._table.mark[0]
         mark["heart"] = threading.get_native_id()
         threads = [*self._threads[:-1], self._threads[LOAD]]
         began = np.zeros(len(ACTIVITIES))
         before = np.zeros((len(ACTIVITIES), 2))
-        """Times at which the threads began, and their `thread_times` at the first heartbeat after that."""
+        """Times at which the threads began, and their `thread_times` at the first
+        heartbeat after that."""
         while True:
-            now = time.monotonic()  # first: if this thread waits for a CPU now, the others seem to have waited more
+            # first: if this thread waits for a CPU now, the others seem to have waited
+            # more
+            now = time.monotonic()
             since = mark["since"].copy()
             times = np.array([thread_times(thread.native_id) for thread in threads])
             before[since != began] = times[since != began]
@@ -234,8 +256,12 @@ class StepServer:
             time.sleep(BEAT_SECONDS)
 
     def _is_stuck(self) -> bool:
-        """Return whether the first thread is stuck in a row. With the lock, it then does not read from `end`."""
-        return self._filling[FIRST] is not None and time.monotonic() - self._since[FIRST] > _STUCK_SECONDS
+        """Return whether the first thread is stuck in a row. With the lock, it then
+        does not read from `end`."""
+        return (
+            self._filling[FIRST] is not None
+            and time.monotonic() - self._since[FIRST] > _STUCK_SECONDS
+        )
 
     def _fill_next(self, thread: int) -> bool:
         """Fill the next row that a thread may fill. Returns whether there was one."""
@@ -259,14 +285,18 @@ class StepServer:
         return True
 
     def _able(self, avoided: _Slot | None = None) -> Iterator[_Slot]:
-        """Return what may be filled now: its grammar is there, and it is not that of another row."""
+        """Return what may be filled now: its grammar is there, and it is not that of
+        another row."""
         grammar = avoided and avoided.grammar
         return (
-            slot for slot in self._wanted.values() if slot.grammar.loaded is not None and slot.grammar is not grammar
+            slot
+            for slot in self._wanted.values()
+            if slot.grammar.loaded is not None and slot.grammar is not grammar
         )
 
     def _next(self, thread: int) -> _Slot | None:
-        """Choose the next row. Each thread avoids the grammar that the other one uses."""
+        """Choose the next row. Each thread avoids the grammar that the other one
+        uses."""
         is_stuck = self._is_stuck()
         while is_stuck and wait([self._end], 0):
             self._handle_frame(receive(self._end))
@@ -276,8 +306,11 @@ class StepServer:
             slow = [slot for slot in self._able(other) if slot.seconds >= SLOW_SECONDS]
             if slow or other is not None:
                 return min(slow, key=lambda slot: slot.due, default=None)
-            # If there is none: quick rows that the first thread has left, because of their grammar.
-        return next((slot for slot in self._able(other) if slot.seconds < SLOW_SECONDS), None)
+            # If there is none: quick rows that the first thread has left, because of
+            # their grammar.
+        return next(
+            (slot for slot in self._able(other) if slot.seconds < SLOW_SECONDS), None
+        )
 
     def _handle_frame(self, frame: Any) -> None:
         for request in _decode_requests(frame):
@@ -299,8 +332,12 @@ class StepServer:
                         self._free(slot)
                 case Open() | Edit():
                     if isinstance(request, Open):
-                        grammar = self._grammars.setdefault(request.grammar, _LoadedGrammar())
-                        self._slots[request.slot] = _Slot(request.slot, grammar, request.request_id, grammar.seconds)
+                        grammar = self._grammars.setdefault(
+                            request.grammar, _LoadedGrammar()
+                        )
+                        self._slots[request.slot] = _Slot(
+                            request.slot, grammar, request.request_id, grammar.seconds
+                        )
                     slot = self._slots[request.slot]
                     slot.changes.append(request)
                     slot.edits = request.version // EDIT
@@ -319,7 +356,9 @@ class StepServer:
         self._table.status[number] = OK
         self._table.ready[number] = self._table.target[number]
 
-    def _fill(self, thread: int, slot: _Slot, target: int, changes: list[Open | Edit]) -> None:
+    def _fill(
+        self, thread: int, slot: _Slot, target: int, changes: list[Open | Edit]
+    ) -> None:
         table = self._table
         number = slot.number
         error: GuidedError | None
@@ -328,8 +367,12 @@ class StepServer:
             length = target & POSITION
             new = length - self._worker.length(number)
             if new not in (0, 1):
-                raise BackendError(f"the worker knows {length - new} output tokens of slot {number}, not {length}")
-            error = self._worker.fill(number, [int(table.tokens[number])][:new], table.mask[number])
+                raise BackendError(
+                    f"the worker knows {length - new} output tokens of slot {number}, not {length}"
+                )
+            error = self._worker.fill(
+                number, [int(table.tokens[number])][:new], table.mask[number]
+            )
         except GuidedError as raised:
             error = raised
         if error is None and self._forced_tokens:
@@ -338,7 +381,13 @@ class StepServer:
         slot.seconds = table.seconds[number] = seconds
         slot.grammar.seconds = min(slot.grammar.seconds, seconds)
         if error is not None:
-            _log.warning("request %s (slot %d) failed: %s: %s", slot.request_id, number, error.code, error)
+            _log.warning(
+                "request %s (slot %d) failed: %s: %s",
+                slot.request_id,
+                number,
+                error.code,
+                error,
+            )
             send_package(self._end, encode(Failed(number, target, to_wire(error))))
             table.status[number] = FAILED  # the message is there
         else:
@@ -360,7 +409,9 @@ class StepServer:
             elif isinstance(loaded, GuidedError):
                 raise loaded.with_traceback(None)
             else:
-                self._worker.open(slot.number, loaded, change.tokens, change.budget, change.final)
+                self._worker.open(
+                    slot.number, loaded, change.tokens, change.budget, change.final
+                )
 
     def _wake_engine(self) -> None:
         if self._table.wake[0]:

@@ -1,8 +1,10 @@
-"""Watch: tells a mask actor that is frozen, stuck or too large from one that waits for a CPU.
+"""Watch: tells a mask actor that is frozen, stuck or too large from one that waits for
+a CPU.
 
-An actor has a heartbeat (`StepServer`): a counter in the slot table that one of its threads increases, with the seconds
-for which its other threads have been busy. All limits are on time in which a thread ran or was blocked: where other
-processes take the CPUs, an actor is slow, and not at fault.
+An actor has a heartbeat (`StepServer`): a counter in the slot table that one of its
+threads increases, with the seconds for which its other threads have been busy. All
+limits are on time in which a thread ran or was blocked: where other processes take the
+CPUs, an actor is slow, and not at fault.
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from guided.pools.status import EndCause
 LOAD_SECONDS = 10.0
 """Limit for loading a grammar."""
 LOAD_WALL_SECONDS = 60.0
-"""Limit for the same with the time in which it waited for a CPU, and for importing a grammar library."""
+"""Limit for the same with the time in which it waited for a CPU, and for importing a
+grammar library."""
 SILENT_SECONDS = 5.0
 REMOTE_SILENT_SECONDS = 15.0
-"""An actor is ended after so long without a heartbeat, or without a beginning of what it was asked for. On another node
-the network may be the reason."""
+"""An actor is ended after so long without a heartbeat, or without a beginning of what
+it was asked for. On another node the network may be the reason."""
 _LOCKED_SECONDS = 1.0
 """After so long without a heartbeat, a thread holds the interpreter lock."""
 Verdict = tuple[EndCause, list[Work]]
-"""Why an actor has to be ended, and what it was busy with if that is the reason: one work, or none."""
+"""Why an actor has to be ended, and what it was busy with if that is the reason: one
+work, or none."""
 
 
 class Watch:
@@ -40,12 +44,20 @@ class Watch:
     """
 
     def __init__(
-        self, connection: WorkerConnection, process: psutil.Process | None, mask_limit: float, memory: int
+        self,
+        connection: WorkerConnection,
+        process: psutil.Process | None,
+        mask_limit: float,
+        memory: int,
     ) -> None:
         self.connection = connection
         self._process = process
         self._memory = memory
-        self._limits = {"fill": mask_limit, "load": LOAD_SECONDS, "import": LOAD_WALL_SECONDS}
+        self._limits = {
+            "fill": mask_limit,
+            "load": LOAD_SECONDS,
+            "import": LOAD_WALL_SECONDS,
+        }
         if process is None:
             self._most = REMOTE_SILENT_SECONDS
         else:
@@ -79,15 +91,23 @@ class Watch:
             self.silent = 0.0
         self._unread += passed
         # While there are requests, the engine has not sent all.
-        if works or versions != self._versions or self.connection.requests or not table.has_work():
+        if (
+            works
+            or versions != self._versions
+            or self.connection.requests
+            or not table.has_work()
+        ):
             self._unread = 0.0
         self._beat = beat
         self._versions = versions
         return self._verdict(works)
 
     def _counted(self, heart: int, passed: float) -> float:
-        """Return how many of the seconds since the last look count: not those of waiting for a CPU."""
-        passed = min(passed, 2 * TICK_SECONDS)  # if it is more, this process was late itself
+        """Return how many of the seconds since the last look count: not those of
+        waiting for a CPU."""
+        passed = min(
+            passed, 2 * TICK_SECONDS
+        )  # if it is more, this process was late itself
         if self._process is None:
             return passed
         before = self._waited
@@ -100,20 +120,32 @@ class Watch:
 
     def _verdict(self, works: list[Work]) -> Verdict | None:
         hidden = 0.0
-        """Seconds that the heartbeat could not add, because another thread held the interpreter lock."""
-        if self.silent > _LOCKED_SECONDS and self._process is not None and self._state not in ("T", "t", "D", ""):
+        """Seconds that the heartbeat could not add, because another thread held the
+        interpreter lock."""
+        if (
+            self.silent > _LOCKED_SECONDS
+            and self._process is not None
+            and self._state not in ("T", "t", "D", "")
+        ):
             hidden = self.silent
-            works = works[:1]  # the one that began last: while it held the lock, no other one began
+            works = works[
+                :1
+            ]  # the one that began last: while it held the lock, no other one began
         for work in works:
             limit = self._limits[work.phase]
             if hidden:
                 limit = min(limit, self._most)
-            if max(0.0, work.seconds) + hidden > limit or (work.phase == "load" and work.wall > LOAD_WALL_SECONDS):
+            if max(0.0, work.seconds) + hidden > limit or (
+                work.phase == "load" and work.wall > LOAD_WALL_SECONDS
+            ):
                 return work.phase, [work]
         if self.silent > self._most:
             return "frozen", []
         if self._unread > self._most and self.silent < _LOCKED_SECONDS:
             return "transfer", []
-        if self._process is not None and processes.resident_bytes(self._process) > self._memory:
+        if (
+            self._process is not None
+            and processes.resident_bytes(self._process) > self._memory
+        ):
             return "memory", works[-1:]
         return None

@@ -1,4 +1,5 @@
-"""Run child processes, also in other environments, that call a method of an object for each message."""
+"""Run child processes, also in other environments, that call a method of an object for
+each message."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 VLLM_ON_CPU = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -24,7 +29,8 @@ _STOP_SECONDS = 60.0
 
 
 def serve(target: Any) -> None:
-    """Call a method of `target` for each message, in a child, until the parent closes the pipe."""
+    """Call a method of `target` for each message, in a child, until the parent closes
+    the pipe."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     pipe: Connection[Any, Any] = Connection(descriptor)
@@ -50,7 +56,14 @@ class ChildProcess:
         root: the checkout in which the child runs.
     """
 
-    def __init__(self, module: str, label: str, environment: Mapping[str, str], python: str, root: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        label: str,
+        environment: Mapping[str, str],
+        python: str,
+        root: Path,
+    ) -> None:
         self._label = label
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed in __exit__
         self._pipe, theirs = multiprocessing.Pipe()
@@ -87,12 +100,15 @@ class ChildProcess:
         self._pipe.send((name, arguments))
 
     def result(self) -> Any:
-        """Wait for the result of a call. Raises `RuntimeError` with the end of the log if the process failed."""
+        """Wait for the result of a call. Raises `RuntimeError` with the end of the log
+        if the process failed."""
         try:
             value, error = self._pipe.recv()
         except (EOFError, ConnectionError):
             value, error = None, "the process ended"
         if error is not None:
             self._log.seek(0)
-            raise RuntimeError(f"{self._label}: {error}\n{self._log.read().decode('utf-8', 'replace')[-3000:]}")
+            raise RuntimeError(
+                f"{self._label}: {error}\n{self._log.read().decode('utf-8', 'replace')[-3000:]}"
+            )
         return value

@@ -43,7 +43,8 @@ class Answer:
     tokens: int = 0
     """Completion tokens in `usage`."""
     problem: str | None = None
-    """A problem with the transport: a broken connection, invalid JSON, an event after the end."""
+    """A problem with the transport: a broken connection, invalid JSON, an event after
+    the end."""
     hung: bool = False
     """Whether the answer took longer than the limit."""
     left: bool = False
@@ -51,14 +52,18 @@ class Answer:
 
     @property
     def failure(self) -> str:
-        """The error's code, or the problem with the transport; empty if the answer is complete."""
+        """The error's code, or the problem with the transport; empty if the answer is
+        complete."""
         if self.error is not None:
             return str(self.error.get("code") or self.status)
-        return self.problem or ("" if self.complete else "hung" if self.hung else "no end")
+        return self.problem or (
+            "" if self.complete else "hung" if self.hung else "no end"
+        )
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between two events. If the request hangs, the time since the last event is a gap."""
+        """Seconds between two events. If the request hangs, the time since the last
+        event is a gap."""
         times = [*self.arrivals, self.ended] if self.hung else self.arrivals
         return [after - before for before, after in itertools.pairwise(times)]
 
@@ -70,7 +75,9 @@ class Answer:
             return
         self.backend = (body.get("guided") or {}).get("backend")
         for choice in body["choices"]:
-            self.choices[choice["index"]] = Choice(choice["message"]["content"], choice["finish_reason"])
+            self.choices[choice["index"]] = Choice(
+                choice["message"]["content"], choice["finish_reason"]
+            )
         self.complete = True
 
     def take_line(self, line: str) -> None:
@@ -110,8 +117,13 @@ async def ask(
     try:
         async with asyncio.timeout(limit if leave_seconds is None else leave_seconds):
             headers = {"content-type": "application/json"}
-            async with http.stream("POST", PATH, content=json.dumps(body).encode(), headers=headers) as response:
-                answer.status, answer.headers = response.status_code, dict(response.headers)
+            async with http.stream(
+                "POST", PATH, content=json.dumps(body).encode(), headers=headers
+            ) as response:
+                answer.status, answer.headers = (
+                    response.status_code,
+                    dict(response.headers),
+                )
                 if not body.get("stream") or response.status_code != 200:
                     answer.take_body(await response.aread())
                 else:
@@ -119,12 +131,16 @@ async def ask(
     except TimeoutError:
         answer.hung, answer.left = leave_seconds is None, leave_seconds is not None
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
-        answer.problem = f"{type(error).__name__}, status {answer.status}: {str(error)[:200]}"
+        answer.problem = (
+            f"{type(error).__name__}, status {answer.status}: {str(error)[:200]}"
+        )
     answer.ended = time.monotonic()
     return answer
 
 
-async def _read(response: httpx.Response, answer: Answer, leave_events: int | None) -> None:
+async def _read(
+    response: httpx.Response, answer: Answer, leave_events: int | None
+) -> None:
     events = 0
     async for line in response.aiter_lines():
         if line:

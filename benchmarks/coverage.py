@@ -2,8 +2,9 @@
 
     python -m benchmarks.coverage
 
-Each keyword has a small schema, a valid instance and an invalid instance. The command compiles the schema with each
-backend, and has the compiled grammar decide the instances.
+Each keyword has a small schema, a valid instance and an invalid instance. The command
+compiles the schema with each backend, and has the compiled grammar decide the
+instances.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ _BACKENDS = candidates("json_schema")
 
 
 class Sample(NamedTuple):
-    """A line of keywords.jsonl: a schema that depends on one keyword, a valid instance and an invalid instance."""
+    """A line of keywords.jsonl: a schema that depends on one keyword, a valid instance
+    and an invalid instance."""
 
     keyword: str
     schema: dict[str, Any]
@@ -127,7 +129,8 @@ class Sample(NamedTuple):
 
 
 def verdict(sample: Sample, backends: Backends) -> str:
-    """Compile a sample with each backend. Returns one verdict, or a verdict per backend if they differ.
+    """Compile a sample with each backend. Returns one verdict, or a verdict per backend
+    if they differ.
 
     Raises:
         AssertionError: a backend accepts the invalid instance.
@@ -144,17 +147,22 @@ def _verdict(sample: Sample, name: str, backends: Backends) -> str:
     if not report.accepted:
         return "refused"
     grammar = compile_with(backends, Constraint.json_schema(text), name).grammar
-    assert not _accepts(grammar, backends, sample.invalid), f"{name} accepts what violates {sample.keyword}"
+    assert not _accepts(grammar, backends, sample.invalid), (
+        f"{name} accepts what violates {sample.keyword}"
+    )
     how = "checked" if report.checked else "enforced"
     return how if _accepts(grammar, backends, sample.valid) else f"{how}, narrower"
 
 
 def _accepts(grammar: CompiledGrammar, backends: Backends, value: Any) -> bool:
-    """Return whether `value` is an output, with or without spaces between its JSON tokens."""
+    """Return whether `value` is an output, with or without spaces between its JSON
+    tokens."""
     for separators in ((",", ":"), (", ", ": ")):
         matcher = grammar.matcher()
         try:
-            matcher.accept_tokens(backends.vocabulary.encode(json.dumps(value, separators=separators)))
+            matcher.accept_tokens(
+                backends.vocabulary.encode(json.dumps(value, separators=separators))
+            )
         except GuidedError:
             continue
         if matcher.is_accepting():
@@ -173,7 +181,9 @@ def page() -> str:
         if text == "enforced":
             enforced.append(sample.keyword)
         else:
-            schema = json.dumps(sample.schema, ensure_ascii=False, separators=(",", ":")).replace("|", "\\|")
+            schema = json.dumps(
+                sample.schema, ensure_ascii=False, separators=(",", ":")
+            ).replace("|", "\\|")
             rows.append(f"| {sample.keyword} | `{schema}` | {text} |")
     names = fill("; ".join(enforced), 120, break_on_hyphens=False)
     return _PAGE.replace("{enforced}", names).replace("{rows}", "\n".join(rows))

@@ -1,17 +1,22 @@
-"""A device for vLLM on machines without a GPU: vLLM's V2 model runner and asynchronous scheduling, as on GPUs.
+"""A device for vLLM on machines without a GPU: vLLM's V2 model runner and asynchronous
+scheduling, as on GPUs.
 
 `use` prepares a process. There are two devices:
 
-- by default vLLM's V2 runner computes with CPU tensors. Its streams do nothing, and its Triton kernels run in Triton's
-  interpreter. Tokens are real, and a step takes about 0.1 s;
-- `SimulatedWorker`, for vLLM's option `worker_cls`, computes nothing. A forward pass takes `STEP_SECONDS`, while the
-  scheduler continues. Tokens are random, but the masks allow them.
+- by default vLLM's V2 runner computes with CPU tensors. Its streams do nothing, and its
+  Triton kernels run in Triton's interpreter. Tokens are real, and a step takes about
+  0.1 s;
+- `SimulatedWorker`, for vLLM's option `worker_cls`, computes nothing. A forward pass
+  takes `STEP_SECONDS`, while the scheduler continues. Tokens are random, but the masks
+  allow them.
 
-`python -m benchmarks.fake_device ARGUMENTS` is `vllm serve ARGUMENTS` on the first device.
+`python -m benchmarks.fake_device ARGUMENTS` is `vllm serve ARGUMENTS` on the first
+device.
 
-Neither device can test vLLM's platform and worker for CUDA (the worker for CPUs runs the same V2 runner), CUDA graphs,
-batches that need another graph, races of streams, unfinished copies, the speed and accuracy of compiled kernels, the
-time of a real forward pass, several devices, or EAGLE and other drafting models.
+Neither device can test vLLM's platform and worker for CUDA (the worker for CPUs runs
+the same V2 runner), CUDA graphs, batches that need another graph, races of streams,
+unfinished copies, the speed and accuracy of compiled kernels, the time of a real
+forward pass, several devices, or EAGLE and other drafting models.
 """
 
 from __future__ import annotations
@@ -33,7 +38,8 @@ STEP_SECONDS = "GUIDED_STEP_SECONDS"
 
 
 def use(patch: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Use the device in this process, in which `ENVIRONMENT` is set. Replaces functions with `patch`."""
+    """Use the device in this process, in which `ENVIRONMENT` is set. Replaces functions
+    with `patch`."""
     from triton.runtime.interpreter import InterpreterBuilder
     from vllm.platforms.cpu import CpuPlatform
 
@@ -51,7 +57,9 @@ def use(patch: Callable[[Any, str, Any], None] = setattr) -> None:
         mask.data = mask.data.astype(bool)
         return load(self, pointers, mask, *others)
 
-    def store_masked(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+    def store_masked(
+        self: Any, pointers: Any, value: Any, mask: Any, *others: Any
+    ) -> Any:
         mask.data = mask.data.astype(bool)
         return store(self, pointers, value, mask, *others)
 
@@ -60,7 +68,10 @@ def use(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(InterpreterBuilder, "create_masked_store", store_masked)
 
 
-if __name__ in ("__main__", "__mp_main__"):  # also in vLLM's processes, which import this module anew
+if __name__ in (
+    "__main__",
+    "__mp_main__",
+):  # also in vLLM's processes, which import this module anew
     os.environ.update(ENVIRONMENT)
     use()
 if __name__ == "__main__":

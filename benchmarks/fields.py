@@ -1,4 +1,5 @@
-"""Write the fields of a constraint (`engine/server/request/fields.py`) into docs/http-reference.md.
+"""Write the fields of a constraint (`engine/server/request/fields.py`) into
+docs/http-reference.md.
 
 python -m benchmarks.fields
 """
@@ -64,14 +65,25 @@ def _cell(place: type[Body], kind: ConstraintKind) -> str:
 def section() -> str:
     """Return the section between its heading and the next one."""
     places = (ConstraintFields, StructuredOutputs, ResponseFormat)
-    table = [f"| {kind.replace('_', ' ')} | {' | '.join(_cell(place, kind) for place in places)} |" for kind in KINDS]
-    text = _TEXT.format(table="\n".join(table), without_effect=_names(WITHOUT_EFFECT), refused=_names(REFUSED))
+    table = [
+        f"| {kind.replace('_', ' ')} | {' | '.join(_cell(place, kind) for place in places)} |"
+        for kind in KINDS
+    ]
+    text = _TEXT.format(
+        table="\n".join(table),
+        without_effect=_names(WITHOUT_EFFECT),
+        refused=_names(REFUSED),
+    )
     return "\n".join(map(_wrapped, text.split("\n")))
 
 
 def _wrapped(line: str) -> str:
     indent = "  " if line.startswith(("- ", "  ")) else ""
-    return line if line.startswith("|") else fill(line, 140, subsequent_indent=indent, break_on_hyphens=False)
+    return (
+        line
+        if line.startswith("|")
+        else fill(line, 140, subsequent_indent=indent, break_on_hyphens=False)
+    )
 
 
 def page() -> str:

@@ -1,13 +1,14 @@
 """Faults in the masks of one sequence, the same in every engine that uses llguidance.
 
-The mask actors and vLLM call `llguidance.LLMatcher`. `install` replaces it with a factory that makes the library's own
-matchers, and wraps those with the name of one of `FAULTS` in their grammar, for example as a property of a JSON
-Schema. A wrapped matcher behaves like the library's until it has accepted `FAULT_AT` tokens. From then on each mask has
-the fault. Accepted tokens are counted, not masks, so that a matcher that is opened again from its history (a replay)
-fails at the same position.
+The mask actors and vLLM call `llguidance.LLMatcher`. `install` replaces it with a
+factory that makes the library's own matchers, and wraps those with the name of one of
+`FAULTS` in their grammar, for example as a property of a JSON Schema. A wrapped matcher
+behaves like the library's until it has accepted `FAULT_AT` tokens. From then on each
+mask has the fault. Accepted tokens are counted, not masks, so that a matcher that is
+opened again from its history (a replay) fails at the same position.
 
-The module runs in vLLM's environment too, so it imports only packages of both. `benchmarks/startup` installs the faults
-in a process.
+The module runs in vLLM's environment too, so it imports only packages of both.
+`benchmarks/startup` installs the faults in a process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def _raise() -> None:
 
 
 def _hold() -> None:
-    ctypes.PyDLL(None).usleep(int(SLOW_SECONDS * 1e6))  # PyDLL keeps the interpreter lock during the call
+    ctypes.PyDLL(None).usleep(
+        int(SLOW_SECONDS * 1e6)
+    )  # PyDLL keeps the interpreter lock during the call
 
 
 def _endless() -> None:
@@ -47,12 +50,16 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "injected_segfault": lambda: ctypes.string_at(0),
     "injected_endless": _endless,
 }
-"""Mark in the grammar -> what happens before each mask. "hold" and "endless" keep the interpreter lock."""
+"""Mark in the grammar -> what happens before each mask. "hold" and "endless" keep the
+interpreter lock."""
 
 
 def environment(root: Path = ROOT) -> dict[str, str]:
-    """Return the environment variables of a process with these faults, for modules of `root`."""
-    return {"PYTHONPATH": os.pathsep.join([str(root / "benchmarks" / "startup"), str(root)])}
+    """Return the environment variables of a process with these faults, for modules of
+    `root`."""
+    return {
+        "PYTHONPATH": os.pathsep.join([str(root / "benchmarks" / "startup"), str(root)])
+    }
 
 
 def install() -> None:
@@ -66,7 +73,9 @@ class _MatcherFactory:
     def __init__(self, original: Any) -> None:
         self._original = original
 
-    def __call__(self, tokenizer: Any, grammar: str, *arguments: Any, **named: Any) -> Any:
+    def __call__(
+        self, tokenizer: Any, grammar: str, *arguments: Any, **named: Any
+    ) -> Any:
         matcher = self._original(tokenizer, grammar, *arguments, **named)
         fault = next((fault for mark, fault in FAULTS.items() if mark in grammar), None)
         return matcher if fault is None else _FaultyMatcher(matcher, fault, 0)

@@ -1,12 +1,15 @@
-"""Measure masks of actors on other nodes, by the delay of the network. Needs root: `python -m benchmarks.namespaces`.
+"""Measure masks of actors on other nodes, by the delay of the network. Needs root:
+`python -m benchmarks.namespaces`.
 
-Three Ray nodes run on this machine, each in its own network, PID and mount namespace, with its own /tmp and /dev/shm,
-like a container. The engine is on the first, the mask actors are on the second and third. TUN devices connect the
-nodes. This process forwards their packets, each after the same delay, so that no kernel module is needed (`tc netem` is
-missing in many containers). The line without delay shows the cost of this.
+Three Ray nodes run on this machine, each in its own network, PID and mount namespace,
+with its own /tmp and /dev/shm, like a container. The engine is on the first, the mask
+actors are on the second and third. TUN devices connect the nodes. This process forwards
+their packets, each after the same delay, so that no kernel module is needed (`tc netem`
+is missing in many containers). The line without delay shows the cost of this.
 
-Rows, forward pass and figures are those of `benchmarks.step_overhead`. At the end the third node disappears under load:
-its packets are dropped and its processes killed. Exit status 1 if a row is lost. Writes namespaces.{json,png}.
+Rows, forward pass and figures are those of `benchmarks.step_overhead`. At the end the
+third node disappears under load: its packets are dropped and its processes killed. Exit
+status 1 if a row is lost. Writes namespaces.{json,png}.
 """
 
 from __future__ import annotations
@@ -71,7 +74,11 @@ class Network:
             name = f"{_PREFIX}{node}"
             _run("ip", "netns", "add", name)
             device = os.open("/dev/net/tun", os.O_RDWR)
-            fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TUN_WITHOUT_HEADER))
+            fcntl.ioctl(
+                device,
+                _TUNSETIFF,
+                struct.pack("16sH22x", name.encode(), _TUN_WITHOUT_HEADER),
+            )
             self._devices[node] = device
             _run("ip", "link", "set", name, "netns", name)
             _run("ip", "-n", name, "addr", "add", f"10.77.0.{node}/24", "dev", name)
@@ -95,8 +102,13 @@ class Network:
             for device in select.select(sources, (), (), left)[0]:
                 packet = os.read(device, _MTU + 100)
                 target = packet[19] if packet[0] >> 4 == 4 else 0
-                if target in self._devices and not {target, sources[device]} & self.lost:
-                    waiting.append((time.monotonic() + self.delay, self._devices[target], packet))
+                if (
+                    target in self._devices
+                    and not {target, sources[device]} & self.lost
+                ):
+                    waiting.append(
+                        (time.monotonic() + self.delay, self._devices[target], packet)
+                    )
             while waiting and waiting[0][0] <= time.monotonic():
                 _, device, packet = waiting.popleft()
                 os.write(device, packet)
@@ -110,22 +122,44 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def ray_node(number: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a Ray node in its own namespaces until the block ends. All its processes end with the yielded process."""
+    """Run a Ray node in its own namespaces until the block ends. All its processes end
+    with the yielded process."""
     address = f"--node-ip-address=10.77.0.{number} --num-cpus=1 --object-store-memory=100000000 --block"
     where = f"--address={_HEAD} --resources='{{\"guided_mask\": 2}}'"
-    where = f"--head --port={_HEAD.rpartition(':')[2]} --include-dashboard=false" if number == 1 else where
+    where = (
+        f"--head --port={_HEAD.rpartition(':')[2]} --include-dashboard=false"
+        if number == 1
+        else where
+    )
     ray = shlex.quote(str(Path(sys.executable).with_name("ray")))
     script = f"mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && exec {ray} start {where} {address}"
-    isolated = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", script)
-    variables = {"PYTHONPATH": str(report.ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"}
+    isolated = (
+        "unshare",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        "--kill-child",
+        "sh",
+        "-c",
+        script,
+    )
+    variables = {
+        "PYTHONPATH": str(report.ROOT),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": "300",
+    }
     with tempfile.TemporaryFile() as log:
         command = ["ip", "netns", "exec", f"{_PREFIX}{number}", *isolated]
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **variables})
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, **variables}
+        )
         deadline, text = time.monotonic() + _START_SECONDS, b""
         try:
             while b"Ray runtime started" not in text:
                 if process.poll() is not None or time.monotonic() > deadline:
-                    report.fail(f"node {number} did not start: {text.decode(errors='replace')[-2000:]}")
+                    report.fail(
+                        f"node {number} did not start: {text.decode(errors='replace')[-2000:]}"
+                    )
                 time.sleep(0.2)
                 text = os.pread(log.fileno(), 1 << 20, 0)
             yield process
@@ -148,10 +182,19 @@ def python_within(node: subprocess.Popen[bytes]) -> Iterator[str]:
 
 
 def measure(
-    network: Network, python: str, third: subprocess.Popen[bytes], options: argparse.Namespace
+    network: Network,
+    python: str,
+    third: subprocess.Popen[bytes],
+    options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Return the figures by delay, and of the run in which the third node disappears."""
-    pool = {"address": _HEAD, "placement": "guided_mask", "actor_cpus": 0, "max_replays": 1}
+    """Return the figures by delay, and of the run in which the third node
+    disappears."""
+    pool = {
+        "address": _HEAD,
+        "placement": "guided_mask",
+        "actor_cpus": 0,
+        "max_replays": 1,
+    }
     given = {"actors": 2, "compile_seconds": 10.0, "pool": {**pool, "pool_wait": 120.0}}
     tokens = Tokens.tekken()
     drawn = documents(tokens, options.schemas, max_schema=MAX_SCHEMA["llguidance"])
@@ -171,9 +214,13 @@ def measure(
             timer = threading.Timer(2.0, disappear)
             if delay is None:
                 timer.start()
-            (samples,) = comparison.run(usable, options.rows, options.steps, 1, bar).values()
+            (samples,) = comparison.run(
+                usable, options.rows, options.steps, 1, bar
+            ).values()
             way = "a node is lost" if delay is None else f"{delay:g} ms delay"
-            rows.append({"way": way, "rows": options.rows, **figures(samples, options.rows)})
+            rows.append(
+                {"way": way, "rows": options.rows, **figures(samples, options.rows)}
+            )
             rows[-1]["longest_step_seconds"] = round(max(samples.step), 2)
         network.delay = 0.0
     return rows
@@ -182,16 +229,28 @@ def measure(
 def main() -> None:
     parser = report.start(__doc__)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--delay", type=float, nargs="+", default=[0.0, 1.0, 10.0], help="network delays, ms")
+    parser.add_argument(
+        "--delay",
+        type=float,
+        nargs="+",
+        default=[0.0, 1.0, 10.0],
+        help="network delays, ms",
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--schemas", type=int, default=96)
     options = parser.parse_args()
     if options.quick:
         options.delay, options.schemas, options.rows = [0.0], 16, 8
-    missing = [each for each in ("ip", "unshare", "nsenter") if shutil.which(each) is None]
+    missing = [
+        each for each in ("ip", "unshare", "nsenter") if shutil.which(each) is None
+    ]
     if os.geteuid() or missing:
-        report.fail(f"needs root and {', '.join(missing) or 'its rights'}: namespaces and TUN devices are made")
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # of all processes: no other machine reaches these nodes
+        report.fail(
+            f"needs root and {', '.join(missing) or 'its rights'}: namespaces and TUN devices are made"
+        )
+    os.environ["RAY_AUTH_MODE"] = (
+        "disabled"  # of all processes: no other machine reaches these nodes
+    )
     started_on = report.machine()
     with Network() as network, contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(ray_node(number)) for number in _NODES]
@@ -200,8 +259,18 @@ def main() -> None:
     report.print_table(rows, COLUMNS)
     report.write_json(options.out / "namespaces.json", vars(options), rows, started_on)
     panels = {"exposed_p50": "exposed mask time of a step, ms"}
-    report.plot(options.out / "namespaces.png", "masks from two other nodes", rows, ("rows",), panels)
-    report.exit_with([f"the lost node cost rows: {rows[-1]['refused']}"] if rows[-1]["refused"] else [])
+    report.plot(
+        options.out / "namespaces.png",
+        "masks from two other nodes",
+        rows,
+        ("rows",),
+        panels,
+    )
+    report.exit_with(
+        [f"the lost node cost rows: {rows[-1]['refused']}"]
+        if rows[-1]["refused"]
+        else []
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Stress the mask pool where grammars are brought to actors: `python -m benchmarks.pool_stress`.
+"""Stress the mask pool where grammars are brought to actors: `python -m
+benchmarks.pool_stress`.
 
-Each case prints its figures beside their targets: large grammars beside quick rows, streams beside new schemas and
-beside processes that take all CPUs, frozen actors, killed compile processes. On a machine with other load, times are
-upper bounds. The benchmark needs a checkout with its tests, for the faulty grammar library. Writes pool_stress.json.
+Each case prints its figures beside their targets: large grammars beside quick rows,
+streams beside new schemas and beside processes that take all CPUs, frozen actors,
+killed compile processes. On a machine with other load, times are upper bounds. The
+benchmark needs a checkout with its tests, for the faulty grammar library. Writes
+pool_stress.json.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from benchmarks.workload import DATA, read_rows, tekken
 SUPPORT = report.ROOT / "tests" / "support"
 GUIDED, UNGUIDED = 16, 8
 _PATIENCE = 300.0
-"""Time limit of a compilation, with the start of the compile processes on a busy machine, in seconds."""
+"""Time limit of a compilation, with the start of the compile processes on a busy
+machine, in seconds."""
 PLACES = ("import", "load", "fill:1", "idle")
 Row = dict[str, Any]
 _numbers = count()
@@ -57,7 +61,9 @@ def driven(vocabulary: Any = None, **options: Any) -> Iterator[Any]:
     """Open a pool with two actors, driven by `DrivenPool`."""
     from actors import RayPool
 
-    pool = RayPool(vocabulary or _support("byte_vocabulary").BYTES, num_actors=2, **options).started()
+    pool = RayPool(
+        vocabulary or _support("byte_vocabulary").BYTES, num_actors=2, **options
+    ).started()
     try:
         made = _support("driven_pool").DrivenPool(pool)
         while not made.all_up():
@@ -80,16 +86,22 @@ def kills(pool: Any) -> int:
 
 
 def letters(made: Any, number: int) -> list[int]:
-    """Open quick rows of a real library. They never end: a step takes the first allowed token, which is a space."""
+    """Open quick rows of a real library. They never end: a step takes the first allowed
+    token, which is a space."""
     from guided.constraint import Constraint
 
-    grammar = made.pool.compile(Constraint.regex("[a-z ]*é"), ("llguidance",)).result(_PATIENCE)
+    grammar = made.pool.compile(Constraint.regex("[a-z ]*é"), ("llguidance",)).result(
+        _PATIENCE
+    )
     rows: list[int] = made.open_with(grammar, number)
     return rows
 
 
-def rows_beside(made: Any, sound: list[int], more: list[int], seconds: float = 60.0) -> Row:
-    """Run steps until the sequences `more` have a mask. Returns the figures of the other sequences."""
+def rows_beside(
+    made: Any, sound: list[int], more: list[int], seconds: float = 60.0
+) -> Row:
+    """Run steps until the sequences `more` have a mask. Returns the figures of the
+    other sequences."""
     gaps, sending, slow_rows = [], [0.0], set[int]()
     submit = made.pool.submit
 
@@ -103,7 +115,9 @@ def rows_beside(made: Any, sound: list[int], more: list[int], seconds: float = 6
     over = time.monotonic() + seconds
 
     def waits() -> bool:
-        return not more or any(not made.tokens[each] and each not in made.errors for each in more)
+        return not more or any(
+            not made.tokens[each] and each not in made.errors for each in more
+        )
 
     while waits() and time.monotonic() < over:
         ready = made.step([*sound, *more], deadline=0.005)
@@ -123,13 +137,19 @@ def rows_beside(made: Any, sound: list[int], more: list[int], seconds: float = 6
 
 
 def with_before(made: Any, sound: list[int], open_more: Callable[[], list[int]]) -> Row:
-    """Measure the rows `sound` for two seconds alone, then beside others, with the interpreter lock of the actors."""
+    """Measure the rows `sound` for two seconds alone, then beside others, with the
+    interpreter lock of the actors."""
     with tempfile.TemporaryDirectory() as directory:
         made.go_on(made.open(f"watch@load={directory}/lock", number=2))  # in each actor
         before = rows_beside(made, sound, [], seconds=2.0)
         found = rows_beside(made, sound, open_more())
         locks = [float(path.read_text()) for path in Path(directory).iterdir()]
-    return {"alone": before, **found, "actors": len(locks), "longest hold of the lock ms": round(1e3 * max(locks), 1)}
+    return {
+        "alone": before,
+        **found,
+        "actors": len(locks),
+        "longest hold of the lock ms": round(1e3 * max(locks), 1),
+    }
 
 
 def large(options: argparse.Namespace) -> Row:
@@ -153,15 +173,21 @@ def xgrammar(options: argparse.Namespace) -> Row:
         made.go_on(quick, 50)
         for schema in schemas():
             with contextlib.suppress(GuidedError):
-                grammar = made.pool.compile(Constraint.json_schema(schema), ("xgrammar",)).result(_PATIENCE)
+                grammar = made.pool.compile(
+                    Constraint.json_schema(schema), ("xgrammar",)
+                ).result(_PATIENCE)
                 if not isinstance(grammar.dumped, bytes):
                     break
         size = os.fstat(grammar.dumped.fd).st_size
-        return {"MB": round(size / 1e6, 1), **with_before(made, quick, lambda: made.open_with(grammar, 1))}
+        return {
+            "MB": round(size / 1e6, 1),
+            **with_before(made, quick, lambda: made.open_with(grammar, 1)),
+        }
 
 
 def frozen(options: argparse.Namespace) -> Row:
-    """An actor that is frozen while it imports, loads, fills, or is idle: the longest gap of its rows."""
+    """An actor that is frozen while it imports, loads, fills, or is idle: the longest
+    gap of its rows."""
     found = {}
     for place in PLACES:
         with tempfile.TemporaryDirectory() as directory:
@@ -185,7 +211,8 @@ def frozen(options: argparse.Namespace) -> Row:
 
 
 def starved(options: argparse.Namespace) -> Row:
-    """8 busy loops beside schemas with half a second of CPU time to compile, and again on the actor."""
+    """8 busy loops beside schemas with half a second of CPU time to compile, and again
+    on the actor."""
     found: Row = {"kills": 0, "errors": 0}
     with driven() as made, busy_loops(8):
         rows = made.open("sound length=100000", number=8)
@@ -198,14 +225,17 @@ def starved(options: argparse.Namespace) -> Row:
 
 
 def killed(options: argparse.Namespace) -> Row:
-    """The next constraint after `kill -9` of the compile processes, and of their fork server."""
+    """The next constraint after `kill -9` of the compile processes, and of their fork
+    server."""
     from guided.constraint import Constraint
 
     compile_pids = _support("driven_pool").compile_pids
 
     def compiled() -> float:
         began = time.monotonic()
-        made.pool.compile(Constraint.regex(f"x{next(_numbers)}"), ("llguidance",)).result(_PATIENCE)
+        made.pool.compile(
+            Constraint.regex(f"x{next(_numbers)}"), ("llguidance",)
+        ).result(_PATIENCE)
         return round(time.monotonic() - began, 2)
 
     with driven() as made:
@@ -225,9 +255,11 @@ def schemas() -> list[str]:
 
 
 async def streams(engine: Any, seconds: float, burst: int, every_schema: bool) -> Row:
-    """Run guided and unguided streams. After half of the time, send `burst` requests with new schemas at once.
+    """Run guided and unguided streams. After half of the time, send `burst` requests
+    with new schemas at once.
 
-    With `every_schema`, each guided stream has a different real schema, and every seventh stream uses xgrammar.
+    With `every_schema`, each guided stream has a different real schema, and every
+    seventh stream uses xgrammar.
     """
     from engine.sampling_params import SamplingParams
     from guided.errors import GuidedError
@@ -240,7 +272,9 @@ async def streams(engine: Any, seconds: float, burst: int, every_schema: bool) -
         last = time.monotonic()
         started = False
         try:
-            async for output in engine.generate("Quick", SamplingParams(temperature=1.0, max_tokens=100, **params)):
+            async for output in engine.generate(
+                "Quick", SamplingParams(temperature=1.0, max_tokens=100, **params)
+            ):
                 now = time.monotonic()
                 if started and kind:
                     longest[kind] = max(longest[kind], now - last)
@@ -252,7 +286,11 @@ async def streams(engine: Any, seconds: float, burst: int, every_schema: bool) -
 
     async def repeated(kind: str) -> None:
         while time.monotonic() < over:
-            params: Row = {"ignore_eos": True} if kind == "unguided" else {"regex": "[a-z ]{100,}"}
+            params: Row = (
+                {"ignore_eos": True}
+                if kind == "unguided"
+                else {"regex": "[a-z ]{100,}"}
+            )
             if kind == "guided" and every_schema:
                 params = {"json_schema": source.choice(real)}
                 if source.random() < 1 / 7:
@@ -265,12 +303,18 @@ async def streams(engine: Any, seconds: float, burst: int, every_schema: bool) -
                 tasks.create_task(repeated(kind))
         await asyncio.sleep(seconds / 2)
         for index in range(burst):
-            schema = {"type": "object", "properties": {f"p{index}": {"type": "integer"}}, "required": [f"p{index}"]}
+            schema = {
+                "type": "object",
+                "properties": {f"p{index}": {"type": "integer"}},
+                "required": [f"p{index}"],
+            }
             tasks.create_task(one("", json_schema=json.dumps(schema)))
     status = engine.health().pool
     return {
         **{f"longest gap {kind} s": round(gap, 2) for kind, gap in longest.items()},
-        "guided : unguided": round(longest["guided"] / max(longest["unguided"], 1e-9), 2),
+        "guided : unguided": round(
+            longest["guided"] / max(longest["unguided"], 1e-9), 2
+        ),
         "kills": sum(sum(worker.ends.values()) for worker in status.workers),
         "replays": status.replays,
         "errors": codes,
@@ -281,7 +325,9 @@ def with_engine(**arguments: Any) -> Row:
     from engine.async_llm import AsyncLLM
     from engine.default_model import checkpoint_path
 
-    engine = AsyncLLM(str(checkpoint_path()), "ray", pool_options={"num_actors": 2, "max_replays": 1})
+    engine = AsyncLLM(
+        str(checkpoint_path()), "ray", pool_options={"num_actors": 2, "max_replays": 1}
+    )
     try:
         return asyncio.run(streams(engine, **arguments))
     finally:
@@ -303,8 +349,20 @@ def chaos(options: argparse.Namespace) -> Row:
     """`benchmarks.chaos`, for the time of the streams."""
     with tempfile.TemporaryDirectory() as directory:
         minutes = str(options.seconds / 60)
-        command = [sys.executable, "-m", "benchmarks.chaos", "--minutes", minutes, "--every", "6", "--max-replays", "1"]
-        done = subprocess.run([*command, "--out", directory], cwd=report.ROOT, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.chaos",
+            "--minutes",
+            minutes,
+            "--every",
+            "6",
+            "--max-replays",
+            "1",
+        ]
+        done = subprocess.run(
+            [*command, "--out", directory], cwd=report.ROOT, check=False
+        )
         return {"exit status": done.returncode}
 
 
@@ -322,15 +380,24 @@ CASES: dict[str, tuple[Callable[[argparse.Namespace], Row], str]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)} (default: all)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of the soak, the burst and chaos (default: 20)")
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)} (default: all)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="of the soak, the burst and chaos (default: 20)",
+    )
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     options = parser.parse_args()
     if unknown := set(options.cases) - set(CASES):
         report.fail(f"there is no case {', '.join(unknown)}")
     paths = [str(SUPPORT / "startup"), str(SUPPORT)]
     sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, str(report.ROOT), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [*paths, str(report.ROOT), os.environ.get("PYTHONPATH", "")]
+    )
     from guided.backends import BACKENDS
 
     faulty = _support("faulty_backend")

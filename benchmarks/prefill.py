@@ -1,6 +1,8 @@
-"""Measure the prefill of prompts in the engine and in transformers' `generate`, in CPU seconds of one thread.
+"""Measure the prefill of prompts in the engine and in transformers' `generate`, in CPU
+seconds of one thread.
 
-`python -m benchmarks.prefill` makes a random model like Qwen3 (hidden 1,024, 12 layers, 151,936 tokens; 1.3 GB twice).
+`python -m benchmarks.prefill` makes a random model like Qwen3 (hidden 1,024, 12 layers,
+151,936 tokens; 1.3 GB twice).
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ def main() -> None:
     reference = copy.deepcopy(model)
     reference.set_attn_implementation("sdpa")
     loaded = prepare_model(model, AutoTokenizer.from_pretrained(checkpoint_path()))
-    engine = LLM(loaded, pool="inline", config=EngineConfig(max_model_len=64, enable_prefix_caching=False))
+    engine = LLM(
+        loaded,
+        pool="inline",
+        config=EngineConfig(max_model_len=64, enable_prefix_caching=False),
+    )
     torch.set_num_threads(1)
     params = SamplingParams(temperature=0.0, max_tokens=1)
     for count in (8, 32):
@@ -56,10 +62,17 @@ def main() -> None:
             ours.append(time.process_time() - started)
             started = time.process_time()
             with torch.inference_mode():
-                reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+                reference.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=1,
+                    do_sample=False,
+                )
             theirs.append(time.process_time() - started)
         ratio = min(ours) / min(theirs)
-        print(f"{count} prompts: engine {min(ours):.2f} s, transformers {min(theirs):.2f} s, ratio {ratio:.2f}")
+        print(
+            f"{count} prompts: engine {min(ours):.2f} s, transformers {min(theirs):.2f} s, ratio {ratio:.2f}"
+        )
 
 
 if __name__ == "__main__":

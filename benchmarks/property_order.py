@@ -1,4 +1,5 @@
-"""Order the properties of an instance as its schema does, because some grammars require it."""
+"""Order the properties of an instance as its schema does, because some grammars require
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from referencing.jsonschema import DRAFT202012
 
 
 def in_schema_order(value: Any, schema: Any) -> Any:
-    """Return a valid `value` with its properties in the order of the schema's text, which a grammar may require."""
+    """Return a valid `value` with its properties in the order of the schema's text,
+    which a grammar may require."""
     with suppress(Unresolvable, re.error):
         return _Order(schema).ordered(value, [schema])
     return value
@@ -24,20 +26,33 @@ def in_schema_order(value: Any, schema: Any) -> Any:
 class _Order:
     def __init__(self, root: Any) -> None:
         self._validator = validator_for(root, Draft202012Validator)(root)
-        self._resolver = Registry().with_resource("", DRAFT202012.create_resource(root)).resolver()
+        self._resolver = (
+            Registry().with_resource("", DRAFT202012.create_resource(root)).resolver()
+        )
 
     def ordered(self, value: Any, schemas: Iterable[Any]) -> Any:
         parts = [part for schema in schemas for part in self._parts(value, schema)]
         if isinstance(value, list):
-            return [self.ordered(item, [_of_item(part, at) for part in parts]) for at, item in enumerate(value)]
+            return [
+                self.ordered(item, [_of_item(part, at) for part in parts])
+                for at, item in enumerate(value)
+            ]
         if not isinstance(value, dict):
             return value
-        known = [name for keyword in ("properties", "required") for part in parts for name in part.get(keyword, ())]
+        known = [
+            name
+            for keyword in ("properties", "required")
+            for part in parts
+            for name in part.get(keyword, ())
+        ]
         names = dict.fromkeys(name for name in (*known, *value) if name in value)
-        return {name: self.ordered(value[name], _of_property(parts, name)) for name in names}
+        return {
+            name: self.ordered(value[name], _of_property(parts, name)) for name in names
+        }
 
     def _parts(self, value: Any, schema: Any) -> Iterator[dict[str, Any]]:
-        """Yield the schema, at the place of its `properties`, and its parts that `value` satisfies."""
+        """Yield the schema, at the place of its `properties`, and its parts that
+        `value` satisfies."""
         if not isinstance(schema, dict):
             return
         for keyword, content in {**schema, "properties": None}.items():
@@ -53,11 +68,17 @@ class _Order:
 
 def _of_item(part: dict[str, Any], index: int) -> Any:
     items = part.get("items")
-    prefix = items if isinstance(items, list) else part.get("prefixItems", ())  # a list before draft 2020-12
+    prefix = (
+        items if isinstance(items, list) else part.get("prefixItems", ())
+    )  # a list before draft 2020-12
     return prefix[index] if index < len(prefix) else items
 
 
 def _of_property(parts: Iterable[dict[str, Any]], name: str) -> Iterator[Any]:
     for part in parts:
         yield part.get("properties", {}).get(name, part.get("additionalProperties"))
-        yield from (schema for pattern, schema in part.get("patternProperties", {}).items() if re.search(pattern, name))
+        yield from (
+            schema
+            for pattern, schema in part.get("patternProperties", {}).items()
+            if re.search(pattern, name)
+        )

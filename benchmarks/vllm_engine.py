@@ -1,10 +1,12 @@
-"""Measure steps of vLLM's engine in this process, without a server: a child of `benchmarks.vllm`.
+"""Measure steps of vLLM's engine in this process, without a server: a child of
+`benchmarks.vllm`.
 
-`python -m benchmarks.vllm_engine OPTIONS` runs in vLLM's environment. OPTIONS and the printed rows are JSON.
+`python -m benchmarks.vllm_engine OPTIONS` runs in vLLM's environment. OPTIONS and the
+printed rows are JSON.
 
-The case `steady` has N requests at once. For some N, further cases have N requests beside one request: in `late` its
-masks take `SLOW_SECONDS`, in `new schema` it joins in the middle with a new schema. In `actors killed`, mask actors are
-killed in the middle.
+The case `steady` has N requests at once. For some N, further cases have N requests
+beside one request: in `late` its masks take `SLOW_SECONDS`, in `new schema` it joins in
+the middle with a new schema. In `actors killed`, mask actors are killed in the middle.
 """
 
 from __future__ import annotations
@@ -51,8 +53,15 @@ class Engine:
             use()
         from vllm import LLM
 
-        simulated = {"worker_cls": "benchmarks.simulated_worker.SimulatedWorker", "enforce_eager": True}
-        outputs = {"backend": options["backend"], "disable_any_whitespace": True} if options["backend"] else {}
+        simulated = {
+            "worker_cls": "benchmarks.simulated_worker.SimulatedWorker",
+            "enforce_eager": True,
+        }
+        outputs = (
+            {"backend": options["backend"], "disable_any_whitespace": True}
+            if options["backend"]
+            else {}
+        )
         self._llm = LLM(
             model=options["model"],
             max_model_len=1024,
@@ -60,7 +69,9 @@ class Engine:
             disable_log_stats=True,
             enable_prefix_caching=options["prefix_caching"],
             structured_outputs_config=outputs,
-            additional_config={"guided": {"num_actors": 2}} if options["switch"] else {},
+            additional_config={"guided": {"num_actors": 2}}
+            if options["switch"]
+            else {},
             **(simulated if options["step_seconds"] else {}),
         ).llm_engine
         self._core = self._llm.engine_core.engine_core
@@ -68,14 +79,20 @@ class Engine:
         self._tokens = options["tokens"]
         self._ids = itertools.count()
         tokenizer = self._llm.get_tokenizer()
-        self._prompt = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+        self._prompt = tokenizer.apply_chat_template(
+            MESSAGES, tokenize=False, add_generation_prompt=True
+        )
 
     def add(self, schema: dict[str, Any] | None, tokens: int) -> str:
         """Add a request. Returns vLLM's internal id."""
         from vllm import SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
 
-        structured = {"structured_outputs": StructuredOutputsParams(json=schema)} if schema else {"ignore_eos": True}
+        structured = (
+            {"structured_outputs": StructuredOutputsParams(json=schema)}
+            if schema
+            else {"ignore_eos": True}
+        )
         params = SamplingParams(max_tokens=tokens, temperature=1.0, **structured)
         before = set(self._core.scheduler.requests)
         self._llm.add_request(str(next(self._ids)), self._prompt, params)
@@ -83,20 +100,30 @@ class Engine:
         return str(added)
 
     def run(
-        self, count: int, victim: dict[str, Any] | None = None, in_the_middle: Callable[[], Any] | None = None
+        self,
+        count: int,
+        victim: dict[str, Any] | None = None,
+        in_the_middle: Callable[[], Any] | None = None,
     ) -> tuple[list[list[float]], list[float]]:
-        """Run `count` requests, perhaps with another request from the start, or with an event in the middle.
+        """Run `count` requests, perhaps with another request from the start, or with an
+        event in the middle.
 
         Returns:
-            The times of the tokens of the `count` requests, and of the other request. If it joined in the middle, they
+            The times of the tokens of the `count` requests, and of the other request.
+            If it joined in the middle, they
             start at that time.
         """
         others = [
-            self.add(endless_schema(i % SCHEMAS) if self._is_guided else None, self._tokens) for i in range(count)
+            self.add(
+                endless_schema(i % SCHEMAS) if self._is_guided else None, self._tokens
+            )
+            for i in range(count)
         ]
         other = self.add(victim, self._tokens) if victim else ""
         times: dict[str, list[float]] = defaultdict(list)
-        while len(times[others[0]]) < self._tokens or any(len(times[name]) < self._tokens for name in others):
+        while len(times[others[0]]) < self._tokens or any(
+            len(times[name]) < self._tokens for name in others
+        ):
             outputs, executed = self._core.step_fn()
             self._core.post_step(executed)
             now = time.perf_counter()
@@ -104,7 +131,10 @@ class Engine:
                 times[output.request_id] += [now] * len(output.new_token_ids)
             if not executed:
                 time.sleep(0.001)  # as vLLM's loop does
-            if in_the_middle is not None and len(times[others[0]]) > MIDDLE * self._tokens:
+            if (
+                in_the_middle is not None
+                and len(times[others[0]]) > MIDDLE * self._tokens
+            ):
                 begun = time.perf_counter()
                 other = in_the_middle() or ""
                 times[other].append(begun)
@@ -116,7 +146,11 @@ class Engine:
 
 
 def gaps(times: list[list[float]]) -> list[float]:
-    return [after - before for each in times for before, after in itertools.pairwise(each[SETTLED:])]
+    return [
+        after - before
+        for each in times
+        for before, after in itertools.pairwise(each[SETTLED:])
+    ]
 
 
 def figures(case: str, count: int, times: list[list[float]]) -> dict[str, Any]:
@@ -131,7 +165,9 @@ def figures(case: str, count: int, times: list[list[float]]) -> dict[str, Any]:
 def kill_actors(number: int) -> None:
     """Kill mask actors of this process's pool."""
     family = psutil.Process().children(recursive=True)
-    actors = [process for process in family if process.name().startswith("ray::MaskActor")]
+    actors = [
+        process for process in family if process.name().startswith("ray::MaskActor")
+    ]
     for actor in actors[:number]:
         actor.send_signal(signal.SIGKILL)
 
@@ -151,13 +187,22 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
             row = figures("late", count, times)
             between = [after - before for before, after in itertools.pairwise(victim)]
             late = [gap for gap in between if gap > 0.8 * SLOW_SECONDS]
-            row["late_steps"] = [round((1e3 * (gap - SLOW_SECONDS)) / step, 2) for gap in late]
+            row["late_steps"] = [
+                round((1e3 * (gap - SLOW_SECONDS)) / step, 2) for gap in late
+            ]
             row["to_steady"] = round(row["itl_p99"] / rows[-1]["itl_p99"], 3)
             rows.append(row)
         for number in range(options["rounds"]):
             name = f"{NAMES[number]}_{count}_{number}"
-            times, new = engine.run(count, in_the_middle=partial(engine.add, schema_with(name), 40))
-            rows.append({**figures("new schema", count, times), "ttft": round(1e3 * (new[1] - new[0]), 1)})
+            times, new = engine.run(
+                count, in_the_middle=partial(engine.add, schema_with(name), 40)
+            )
+            rows.append(
+                {
+                    **figures("new schema", count, times),
+                    "ttft": round(1e3 * (new[1] - new[0]), 1),
+                }
+            )
         if options["switch"]:
             for number in (1, 2):
                 times, _ = engine.run(count, in_the_middle=partial(kill_actors, number))

@@ -1,6 +1,8 @@
-"""Real constraints and real outputs: JSON Schemas with instances that satisfy them, tokenized by a real tokenizer.
+"""Real constraints and real outputs: JSON Schemas with instances that satisfy them,
+tokenized by a real tokenizer.
 
-The file is JSON lines (gzipped or not), each `{"id", "schema", "tests": [{"valid", "data"}]}`: MaskBench's format.
+The file is JSON lines (gzipped or not), each `{"id", "schema", "tests": [{"valid",
+"data"}]}`: MaskBench's format.
 """
 
 from __future__ import annotations
@@ -19,7 +21,19 @@ from benchmarks.report import ROOT, fail
 
 DATA = ROOT.parent / "shared" / "data" / "maskbench-dev.jsonl.gz"
 LENGTHS = range(24, 301)
-WORDS = ("amber", "basket", "candle", "ember", "forest", "garden", "harbor", "island", "lantern", "meadow", "zephyr")
+WORDS = (
+    "amber",
+    "basket",
+    "candle",
+    "ember",
+    "forest",
+    "garden",
+    "harbor",
+    "island",
+    "lantern",
+    "meadow",
+    "zephyr",
+)
 
 
 def tekken() -> Path:
@@ -48,7 +62,12 @@ class Tokens:
 
         path = tekken()
         tokenizer = Tekkenizer.from_file(path)
-        return cls(path, tokenizer.n_words, 2, lambda text: tokenizer.encode(text, bos=False, eos=False))
+        return cls(
+            path,
+            tokenizer.n_words,
+            2,
+            lambda text: tokenizer.encode(text, bos=False, eos=False),
+        )
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -57,7 +76,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             return [json.loads(line) for line in lines]
     except FileNotFoundError:
-        fail(f"there is no file {path}: --data takes JSON lines of schemas with instances (see docs/benchmarks.md)")
+        fail(
+            f"there is no file {path}: --data takes JSON lines of schemas with instances (see docs/benchmarks.md)"
+        )
     except (OSError, ValueError) as error:
         fail(f"{path} can't be read as JSON lines: {error}")
 
@@ -66,7 +87,8 @@ def documents(tokens: Tokens, count: int, *, max_schema: int) -> list[Document]:
     """Return an instance, of `LENGTHS` tokens, of each of up to `count` random schemas.
 
     Args:
-        max_schema: maximum characters of a schema. Some backends need minutes to compile larger ones.
+        max_schema: maximum characters of a schema. Some backends need minutes to
+            compile larger ones.
     """
     rows = read_rows(DATA)
     random.Random(0).shuffle(rows)
@@ -77,7 +99,12 @@ def documents(tokens: Tokens, count: int, *, max_schema: int) -> list[Document]:
             continue
         for test in row["tests"]:
             if test["valid"]:
-                document = _document(str(row["id"]), schema, in_schema_order(test["data"], row["schema"]), tokens)
+                document = _document(
+                    str(row["id"]),
+                    schema,
+                    in_schema_order(test["data"], row["schema"]),
+                    tokens,
+                )
                 if len(document.tokens) in LENGTHS:
                     found.append(document)
                     break
@@ -91,16 +118,33 @@ def documents(tokens: Tokens, count: int, *, max_schema: int) -> list[Document]:
 def shared_documents(tokens: Tokens, count: int) -> list[Document]:
     """Return different instances of one schema, like the requests of an application."""
     text = {"type": "string", "maxLength": 40}
-    fields = {"name": text, "age": {"type": "integer", "minimum": 0, "maximum": 130}, "city": text, "note": text}
-    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    fields = {
+        "name": text,
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "city": text,
+        "note": text,
+    }
+    schema = {
+        "type": "object",
+        "properties": fields,
+        "required": list(fields),
+        "additionalProperties": False,
+    }
     random_ = random.Random(0)
     found = []
     for index in range(count):
         words = [" ".join(random_.sample(WORDS, 3)) for _ in range(3)]
-        value = {"name": words[0], "age": random_.randint(1, 99), "city": words[1], "note": words[2]}
+        value = {
+            "name": words[0],
+            "age": random_.randint(1, 99),
+            "city": words[1],
+            "note": words[2],
+        }
         found.append(_document(f"shared {index}", json.dumps(schema), value, tokens))
     return found
 
 
 def _document(name: str, schema: str, value: Any, tokens: Tokens) -> Document:
-    return Document(name, schema, tuple(tokens.encode(json.dumps(value, ensure_ascii=False))))
+    return Document(
+        name, schema, tuple(tokens.encode(json.dumps(value, ensure_ascii=False)))
+    )

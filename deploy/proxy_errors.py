@@ -1,8 +1,10 @@
-"""Errors in OpenAI's shape for requests with a replica that has ended. Ray Serve's HTTP proxies load this module with
+"""Errors in OpenAI's shape for requests with a replica that has ended. Ray Serve's HTTP
+proxies load this module with
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deploy.proxy_errors:middlewares
 
-in the environment of every Ray node. Without it the proxy answers 500 with plain text, or breaks the stream.
+in the environment of every Ray node. Without it the proxy answers 500 with plain text,
+or breaks the stream.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def middlewares() -> list[Middleware]:
 
 
 def _declare(app: ASGIApp) -> ASGIApp:
-    """Wrap the proxy's application, which returns without a complete answer if the replica has ended."""
+    """Wrap the proxy's application, which returns without a complete answer if the
+    replica has ended."""
 
     async def complete(scope: Scope, receive: Receive, send: Send) -> None:
         begun = ""
@@ -38,13 +41,19 @@ def _declare(app: ASGIApp) -> ASGIApp:
             nonlocal begun, is_complete
             if message["type"] == "http.response.start":
                 begun = dict(message["headers"]).get(b"content-type", b"-").decode()
-            is_complete |= message["type"] == "http.response.body" and not message.get("more_body", False)
+            is_complete |= message["type"] == "http.response.body" and not message.get(
+                "more_body", False
+            )
             await send(message)
 
         await app(scope, receive, watch)
-        error = ReplicaDied("the replica of this request has ended; send the request again")
+        error = ReplicaDied(
+            "the replica of this request has ended; send the request again"
+        )
         if not is_complete and not begun:
-            await JSONResponse(error_body(error), error.status, error_headers(error))(scope, receive, send)
+            await JSONResponse(error_body(error), error.status, error_headers(error))(
+                scope, receive, send
+            )
         elif not is_complete and begun.startswith("text/event-stream"):
             event = f"data: {json.dumps(error_body(error))}\n\n"
             await send({"type": "http.response.body", "body": event.encode()})

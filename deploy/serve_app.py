@@ -1,9 +1,11 @@
-"""The Ray Serve application: the FastAPI application of `guided serve` as ingress, with a mask pool of its own.
+"""The Ray Serve application: the FastAPI application of `guided serve` as ingress, with
+a mask pool of its own.
 
     serve run deploy/serve.yaml                                       # settings from a file
     serve run deploy.serve_app:app model=PATH num_actors=4            # settings from the command line
 
-Each replica is one engine with its own mask pool, in the Ray cluster that Ray Serve runs on.
+Each replica is one engine with its own mask pool, in the Ray cluster that Ray Serve
+runs on.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from engine.server.options import ServeOptions, take_api_key
 from engine.server.process import settings_of, start_engine
 
 _NO_MASKS_SECONDS = 60.0
-"""A replica without a mask actor for this time is replaced. Until then its pool tries to start actors."""
+"""A replica without a mask actor for this time is replaced. Until then its pool tries
+to start actors."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -38,7 +41,9 @@ class GuidedServer:
         log_to_stderr(options.log_level, options.log_format)
         options = _in_group(take_api_key(options))
         if not options.server.api_keys:
-            logger.warning("requests need no API key: set api_key_file, or GUIDED_API_KEY in Ray's environment")
+            logger.warning(
+                "requests need no API key: set api_key_file, or GUIDED_API_KEY in Ray's environment"
+            )
         self._engine = start_engine(options)
         self._settings = settings_of(options)
         self._last_healthy = time.monotonic()
@@ -51,7 +56,8 @@ class GuidedServer:
         return app
 
     def check_health(self) -> None:
-        """Raise if the engine's thread has died, or no mask actor is up: Ray Serve then replaces the replica."""
+        """Raise if the engine's thread has died, or no mask actor is up: Ray Serve then
+        replaces the replica."""
         health = self._engine.health()
         if not health.alive:
             raise RuntimeError(f"the engine has died: {health.error}")
@@ -59,7 +65,9 @@ class GuidedServer:
         if health.pool.healthy:
             self._last_healthy = now
         elif now - self._last_healthy > _NO_MASKS_SECONDS:
-            raise RuntimeError(f"no mask actor has been up for {now - self._last_healthy:.0f} s: {health.pool.trouble}")
+            raise RuntimeError(
+                f"no mask actor has been up for {now - self._last_healthy:.0f} s: {health.pool.trouble}"
+            )
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):  # missing if the engine did not start
@@ -71,11 +79,14 @@ def _in_group(options: ServeOptions) -> ServeOptions:
     group = ray.util.get_current_placement_group()
     if group is None:
         return options
-    return replace(options, ray=replace(options.ray, placement=f"group:{group.id.hex()}"))
+    return replace(
+        options, ray=replace(options.ray, placement=f"group:{group.id.hex()}")
+    )
 
 
 def app(given: dict[str, Any]) -> serve.Application:
-    """Build the application for `serve run deploy.serve_app:app`. `given` has fields of `Arguments`, or their text."""
+    """Build the application for `serve run deploy.serve_app:app`. `given` has fields of
+    `Arguments`, or their text."""
     resources, options = read_arguments(given)
     deployment = serve.deployment(
         GuidedServer,
@@ -84,7 +95,8 @@ def app(given: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=options.grace_seconds,
         ray_actor_options=resources,
         **placement_group(resources, options),
-        # At its own limit the application answers 503 in OpenAI's shape. Ray Serve's limit must be higher.
+        # At its own limit the application answers 503 in OpenAI's shape. Ray Serve's
+        # limit must be higher.
         max_ongoing_requests=2 * options.server.max_requests,
     )
     application: serve.Application = deployment.bind(options)

@@ -1,6 +1,8 @@
-"""engine: a vLLM-style engine that hosts guided decoding, on transformers' modeling code.
+"""engine: a vLLM-style engine that hosts guided decoding, on transformers' modeling
+code.
 
-Names are imported when they are first used, so that `guided --help` doesn't wait for torch and transformers.
+Names are imported when they are first used, so that `guided --help` doesn't wait for
+torch and transformers.
 """
 
 from __future__ import annotations

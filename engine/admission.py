@@ -1,4 +1,5 @@
-"""Admission: turns a prompt and its parameters into a SequenceGroup, or rejects them."""
+"""Admission: turns a prompt and its parameters into a SequenceGroup, or rejects
+them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Prompt = str | Tokens[int] | Mapping[str, Any]
 
 
 class Admission:
-    """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary."""
+    """Checks what `SamplingParams` cannot: the prompt, the context length, the
+    vocabulary."""
 
     def __init__(
         self,
@@ -42,17 +44,32 @@ class Admission:
         self._eos = frozenset(model.vocabulary.stop_token_ids)
         self.texts = TokenTexts(model.vocabulary, model.tokenizer)
 
-    def admit(self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = True) -> SequenceGroup:
-        """Build the group of a request with its n sequences. If the prompt is too long, they are `FINISHED_IGNORED`."""
+    def admit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        stream: bool = True,
+    ) -> SequenceGroup:
+        """Build the group of a request with its n sequences. If the prompt is too long,
+        they are `FINISHED_IGNORED`."""
         text, token_ids = _unwrapped(prompt)
         if token_ids is None:
             token_ids = self._tokenizer.encode(text)
         self._check_prompt(token_ids)
         self._check_params(params)
         too_long = self._context_error(token_ids, params)
-        if too_long is not None and params.max_tokens is not None and len(token_ids) < self._max_model_len:
+        if (
+            too_long is not None
+            and params.max_tokens is not None
+            and len(token_ids) < self._max_model_len
+        ):
             raise too_long
-        sequences = [self._sequence(index, request_id, token_ids, params) for index in range(params.width)]
+        sequences = [
+            self._sequence(index, request_id, token_ids, params)
+            for index in range(params.width)
+        ]
         if params.max_tokens is None:
             max_length = self._max_model_len
         else:
@@ -68,18 +85,32 @@ class Admission:
             most = self._num_tokens
             if tokens > most:
                 why = f"{params.width} beams with {tokens} tokens don't fit in the KV cache of {most} tokens"
-                raise InvalidRequest(f"{why}: lower best_of or max_tokens", param="best_of")
+                raise InvalidRequest(
+                    f"{why}: lower best_of or max_tokens", param="best_of"
+                )
         streams = stream and params.width == params.n and not params.use_beam_search
-        seed = sequence_seed(self._config.seed, request_id, params.seed, params.width)  # beside those of the sequences
+        seed = sequence_seed(
+            self._config.seed, request_id, params.seed, params.width
+        )  # beside those of the sequences
         group = SequenceGroup(
-            request_id, sequences, params, text, streams, max_length, stop_ids, restriction, seed=seed
+            request_id,
+            sequences,
+            params,
+            text,
+            streams,
+            max_length,
+            stop_ids,
+            restriction,
+            seed=seed,
         )
         if too_long is not None:
             group.error = too_long
             group.set_status(SequenceStatus.FINISHED_IGNORED)
         return group
 
-    def _sequence(self, index: int, request_id: str, token_ids: list[int], params: SamplingParams) -> Sequence:
+    def _sequence(
+        self, index: int, request_id: str, token_ids: list[int], params: SamplingParams
+    ) -> Sequence:
         return Sequence(
             index,
             params,
@@ -90,13 +121,21 @@ class Admission:
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
-            raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
+            raise InvalidRequest(
+                "the prompt is empty: give at least one token", param="prompt"
+            )
         are_ints = {*map(type, token_ids)} <= {int, bool}
         if not are_ints or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            raise InvalidRequest(f"token ids must be between 0 and {self._vocab_size - 1}", param="prompt")
+            raise InvalidRequest(
+                f"token ids must be between 0 and {self._vocab_size - 1}",
+                param="prompt",
+            )
 
-    def _context_error(self, token_ids: list[int], params: SamplingParams) -> InvalidRequest | None:
-        """Return the error of every API for a request that is too long for the context."""
+    def _context_error(
+        self, token_ids: list[int], params: SamplingParams
+    ) -> InvalidRequest | None:
+        """Return the error of every API for a request that is too long for the
+        context."""
         have = len(token_ids)
         most = params.max_tokens or 1
         limit = self._max_model_len
@@ -122,11 +161,20 @@ class Admission:
                 name = "n"
             else:
                 name = "best_of"
-            raise InvalidRequest(f"{name} is {params.width}; the limit is {most}", param=name)
+            raise InvalidRequest(
+                f"{name} is {params.width}; the limit is {most}", param=name
+            )
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            beyond = [token for token in getattr(params, name) or () if token >= self._vocab_size]
+            beyond = [
+                token
+                for token in getattr(params, name) or ()
+                if token >= self._vocab_size
+            ]
             if beyond:
-                raise InvalidRequest(f"{name} has token {beyond[0]}; the model has {self._vocab_size}", param=name)
+                raise InvalidRequest(
+                    f"{name} has token {beyond[0]}; the model has {self._vocab_size}",
+                    param=name,
+                )
         self._validate(params)
 
 

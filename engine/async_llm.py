@@ -1,4 +1,5 @@
-"""AsyncLLM: runs the engine on its own thread and streams outputs to asyncio. The server uses it."""
+"""AsyncLLM: runs the engine on its own thread and streams outputs to asyncio. The
+server uses it."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ logger = logging.getLogger(__name__)
 class EngineHealth:
     """A snapshot of the engine, for `/health` and the metrics.
 
-    `error` is the error that has ended the engine's thread. `num_running` counts sequences; `num_waiting` counts groups
-    that could run, and preempted sequences.
+    `error` is the error that has ended the engine's thread. `num_running` counts
+    sequences; `num_waiting` counts groups that could run, and preempted sequences.
     """
 
     error: str | None
@@ -41,8 +42,8 @@ class EngineHealth:
 
 
 class _Stream:
-    """The consumer's end of one or several requests. It keeps only the newest output of each request, because outputs
-    are complete snapshots."""
+    """The consumer's end of one or several requests. It keeps only the newest output of
+    each request, because outputs are complete snapshots."""
 
     def __init__(self, groups: Sequence[SequenceGroup]) -> None:
         self.groups = groups
@@ -71,15 +72,18 @@ class _Stream:
 
 
 class AsyncLLM(BaseLLM):
-    """Generate from asyncio. The arguments are those of `BaseLLM`. The constructor starts the engine's thread, and
-    `shutdown` ends it. If the thread dies of an error, every stream raises, and `health().alive` stays False."""
+    """Generate from asyncio. The arguments are those of `BaseLLM`. The constructor
+    starts the engine's thread, and `shutdown` ends it. If the thread dies of an error,
+    every stream raises, and `health().alive` stays False."""
 
     def _start(self) -> None:
         self._inbox: deque[_Stream | str] = deque()
-        """Messages from other threads: streams with requests to submit, and ids of requests to abort."""
+        """Messages from other threads: streams with requests to submit, and ids of
+        requests to abort."""
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
-        """Prevents additions to the inbox after the engine's thread has emptied it for the last time."""
+        """Prevents additions to the inbox after the engine's thread has emptied it for
+        the last time."""
         self._ended = self._closing = False
         self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -91,32 +95,47 @@ class AsyncLLM(BaseLLM):
         return cls(engine_args.model, **engine_args.options)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, *, stream: bool = True
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        stream: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request and yield snapshots of its output, beginning when the constraint is compiled.
+        """Run one request and yield snapshots of its output, beginning when the
+        constraint is compiled.
 
-        The last snapshot has `finished`; without `stream`, it is the only one. Leaving or cancelling the iteration
-        aborts the request.
+        The last snapshot has `finished`; without `stream`, it is the only one. Leaving
+        or cancelling the iteration aborts the request.
 
         Raises:
-            GuidedError: the request failed before it was admitted, or at any time if `stream` is False. A later failure
-                of a stream is the `error` of its last snapshot.
+            GuidedError: the request failed before it was admitted, or at any time if
+                `stream` is False. A later failure of a stream is the `error` of its
+                last snapshot.
             InternalError: the engine's thread has died.
         """
-        group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, sampling_params, stream=stream)
+        group = self.engine.admit(
+            request_id or uuid.uuid4().hex, prompt, sampling_params, stream=stream
+        )
         admitted = False
         async with aclosing(self.run([group])) as outputs:
             async for output in outputs:
-                # Newer snapshots replace unread ones, so the first snapshot that is read may be the last.
-                admitted = admitted or (group.stream and group.first_token_time is not None)
+                # Newer snapshots replace unread ones, so the first snapshot that is
+                # read may be the last.
+                admitted = admitted or (
+                    group.stream and group.first_token_time is not None
+                )
                 if output.error is not None and not admitted:
                     raise output.error
                 admitted = True
                 yield output
 
-    async def run(self, groups: Sequence[SequenceGroup]) -> AsyncGenerator[RequestOutput, None]:
-        """Run requests that `engine.admit` has admitted, and yield their snapshots as `generate` does. Any failure of a
-        request is the `error` of its last snapshot."""
+    async def run(
+        self, groups: Sequence[SequenceGroup]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run requests that `engine.admit` has admitted, and yield their snapshots as
+        `generate` does. Any failure of a request is the `error` of its last
+        snapshot."""
         unfinished = {group.request_id for group in groups}
         consumer = _Stream(groups)
         self._send(consumer)
@@ -131,7 +150,8 @@ class AsyncLLM(BaseLLM):
                 self._send(request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request. Its stream ends with `finish_reason` abort. Any thread may call this method."""
+        """End a request. Its stream ends with `finish_reason` abort. Any thread may
+        call this method."""
         self._send(request_id)
 
     def _send(self, item: _Stream | str) -> None:
@@ -148,7 +168,9 @@ class AsyncLLM(BaseLLM):
         waiting = list(scheduler.prefills.waiting)
         for_grammar = sum(group.waits_for_grammar for group in waiting)
         return EngineHealth(
-            None if self._death is None else bounded(f"{type(self._death).__name__}: {self._death}"),
+            None
+            if self._death is None
+            else bounded(f"{type(self._death).__name__}: {self._death}"),
             self._death is None and self._thread.is_alive(),
             pool=self.pool.status(),
             num_running=len(scheduler.running),
@@ -158,7 +180,8 @@ class AsyncLLM(BaseLLM):
         )
 
     def shutdown(self) -> None:
-        """End all requests and the thread, and shut the pool down if this object has started it. Idempotent."""
+        """End all requests and the thread, and shut the pool down if this object has
+        started it. Idempotent."""
         self._closing = True
         self.engine.awake.set()
         self._thread.join()
@@ -173,7 +196,12 @@ class AsyncLLM(BaseLLM):
                     self._take(self._inbox.popleft())
                 if self.engine.has_work:
                     outputs = self.engine.step()
-                    self._post([(self._streams[output.request_id], output) for output in outputs])
+                    self._post(
+                        [
+                            (self._streams[output.request_id], output)
+                            for output in outputs
+                        ]
+                    )
                     for output in outputs:
                         if output.finished:
                             del self._streams[output.request_id]
@@ -196,9 +224,13 @@ class AsyncLLM(BaseLLM):
                 self._streams[group.request_id] = item
         except Exception as error:  # the error of a request never ends the thread
             known = isinstance(error, GuidedError | ValueError)
-            self._post([(item, error if known else InternalError(bounded(repr(error))))])
+            self._post(
+                [(item, error if known else InternalError(bounded(repr(error))))]
+            )
 
-    def _post(self, items: Sequence[tuple[_Stream, RequestOutput | BaseException]]) -> None:
+    def _post(
+        self, items: Sequence[tuple[_Stream, RequestOutput | BaseException]]
+    ) -> None:
         """Put each output into its stream, with one call into each event loop."""
 
         def put(mine: list[tuple[_Stream, RequestOutput | BaseException]]) -> None:
@@ -218,7 +250,10 @@ class AsyncLLM(BaseLLM):
         """End all streams with an error."""
         with self._lock:
             self._ended = True
-        left = {*self._streams.values(), *(item for item in self._inbox if isinstance(item, _Stream))}
+        left = {
+            *self._streams.values(),
+            *(item for item in self._inbox if isinstance(item, _Stream)),
+        }
         self._inbox.clear()
         self._streams.clear()
         self._post([(stream, self._ended_error()) for stream in left])

@@ -34,19 +34,23 @@ class BaseLLM:
 
     Args:
         model: a local directory, a hub name, or a model that is already loaded.
-        pool: where masks are computed. `ray`: in Ray actors. `inline`: in this process, without isolation. None: in Ray
-            actors that start with the first constrained request, which then waits some 5 s; or in this process if Ray
-            is not installed. A `MaskPool` is used unchanged, and not shut down.
+        pool: where masks are computed. `ray`: in Ray actors. `inline`: in this process,
+            without isolation. None: in Ray actors that start with the first constrained
+            request, which then waits some 5 s; or in this process if Ray is not
+            installed. A `MaskPool` is used unchanged, and not shut down.
         config: limits and sizes of the engine.
-        pool_options: options of a pool that `pool` names: a `RayPoolOptions` or a mapping of its fields. An inline pool
-            reads only `max_cache_bytes`.
-        processor: an additional post-processor (RFC 5423): a `LogitPostProcessor`, its class, or `module:Class`. The
-            class is called with a `VllmConfig` if it takes an argument.
-        options: fields of `LoadOptions`, and fields of `EngineConfig` that replace those of `config`.
+        pool_options: options of a pool that `pool` names: a `RayPoolOptions` or a
+            mapping of its fields. An inline pool reads only `max_cache_bytes`.
+        processor: an additional post-processor (RFC 5423): a `LogitPostProcessor`, its
+            class, or `module:Class`. The class is called with a `VllmConfig` if it
+            takes an argument.
+        options: fields of `LoadOptions`, and fields of `EngineConfig` that replace
+            those of `config`.
 
     Raises:
         InvalidRequest: an option is unknown. The message says what works instead.
-        OSError, ValueError: the model is missing or cannot be served, or an option is out of range.
+        OSError, ValueError: the model is missing or cannot be served, or an option is
+            out of range.
         PoolUnavailable: the pool cannot be started.
     """
 
@@ -70,21 +74,33 @@ class BaseLLM:
         self._own_pool: MaskPool | None = None
         self._own_ranks = None
         if isinstance(model, str):
-            self.model = load_model(model, max_model_len=config.max_model_len, **options)
+            self.model = load_model(
+                model, max_model_len=config.max_model_len, **options
+            )
             self._own_ranks = self.model.ranks
         else:
             self.model = model
         try:
             self.max_model_len = self.model.context_length(config.max_model_len)
-            num_parameters = sum(parameter.numel() for parameter in self.model.body.parameters())
+            num_parameters = sum(
+                parameter.numel() for parameter in self.model.body.parameters()
+            )
             if self.model.device.type == "cpu" and num_parameters < 50_000_000:
-                torch.set_num_threads(1)  # for small models, a second thread costs more than it gains
+                torch.set_num_threads(
+                    1
+                )  # for small models, a second thread costs more than it gains
             if pool is None or isinstance(pool, str):
-                pin = partial(pin_masks, lines=2 * config.max_num_seqs, device=self.model.device)
-                pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, pin)
+                pin = partial(
+                    pin_masks, lines=2 * config.max_num_seqs, device=self.model.device
+                )
+                pool = self._own_pool = open_pool(
+                    pool, self.model.vocabulary, pool_options, pin
+                )
             self.pool: MaskPool = pool
             if processor is not None:
-                processor = load_post_processor(processor, describe(self.model, config, self.max_model_len))
+                processor = load_post_processor(
+                    processor, describe(self.model, config, self.max_model_len)
+                )
             self.engine = LLMEngine(self.model, config, self.pool, processor)
         except BaseException:  # for example a logits processor that cannot be loaded
             BaseLLM.shutdown(self)
@@ -96,7 +112,8 @@ class BaseLLM:
         """Start the parts that a subclass adds to the engine."""
 
     def shutdown(self) -> None:
-        """Shut down the pool and the processes of tensor parallelism if this object has started them. Idempotent."""
+        """Shut down the pool and the processes of tensor parallelism if this object has
+        started them. Idempotent."""
         if self._own_pool is not None:
             self._own_pool.shutdown()
         if self._own_ranks is not None:
@@ -104,7 +121,8 @@ class BaseLLM:
 
 
 class AsyncEngineArgs:
-    """vLLM's object of arguments for `AsyncLLM.from_engine_args`: a model, and any keywords of `AsyncLLM`."""
+    """vLLM's object of arguments for `AsyncLLM.from_engine_args`: a model, and any
+    keywords of `AsyncLLM`."""
 
     def __init__(self, model: str | LoadedModel, **options: Any) -> None:
         self.model = model
@@ -116,23 +134,32 @@ def default_pool() -> PoolChoice:
     if find_spec("ray") is not None:
         return "ray"
     advice = "pip install '.[ray]' in a checkout of guided"
-    logger.warning("Ray is not installed: masks are computed in this process, without isolation (%s)", advice)
+    logger.warning(
+        "Ray is not installed: masks are computed in this process, without isolation (%s)",
+        advice,
+    )
     return "inline"
 
 
 def open_pool(
-    choice: PoolChoice | None, vocabulary: Vocabulary, options: PoolOptions, pin: Pin | None = None
+    choice: PoolChoice | None,
+    vocabulary: Vocabulary,
+    options: PoolOptions,
+    pin: Pin | None = None,
 ) -> MaskPool:
     """Open a mask pool. The caller shuts it down. `pin`: see `RayPool`.
 
     Args:
-        choice: None is the default pool, which starts with the first constraint if it is that of Ray actors.
+        choice: None is the default pool, which starts with the first constraint if it
+            is that of Ray actors.
     """
     if not isinstance(options, RayPoolOptions):
         options = RayPoolOptions(**(options or {}))
     name = choice or default_pool()
     if name == "inline":
-        return InlinePool(vocabulary, max_cache_bytes=options.max_cache_bytes, forced_tokens=True)
+        return InlinePool(
+            vocabulary, max_cache_bytes=options.max_cache_bytes, forced_tokens=True
+        )
     if name != "ray":
         raise ValueError(f"pool is {name!r}; it must be inline, ray, or a MaskPool")
     if find_spec("ray") is None:

@@ -27,11 +27,14 @@ class Beam:
     tokens: list[int]
     """All its output tokens."""
     logprob: float
-    """Sum of the log-probabilities of all its output tokens. -inf: the beam is dead, and only fills its place."""
+    """Sum of the log-probabilities of all its output tokens. -inf: the beam is dead,
+    and only fills its place."""
     score: float = -math.inf
-    """`logprob`, divided by the length to the power of `length_penalty`, once the output has ended."""
+    """`logprob`, divided by the length to the power of `length_penalty`, once the
+    output has ended."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of the tokens of an output that has ended, if they are requested."""
+    """Log-probabilities of the tokens of an output that has ended, if they are
+    requested."""
 
 
 class BeamSearch:
@@ -44,11 +47,14 @@ class BeamSearch:
         self._params = group.sampling_params
         self._width = group.sampling_params.width
         self._max_tokens = group.max_length - len(group.prompt_token_ids)
-        self._logprobs = [0.0] + [-math.inf] * (self._width - 1)  # all beams begin with the same tokens
+        self._logprobs = [0.0] + [-math.inf] * (
+            self._width - 1
+        )  # all beams begin with the same tokens
 
     def advance(self, logprobs: Tensor, outputs: list[list[int]]) -> list[Beam] | None:
-        """Choose the next beams from the outputs of the beams and the log-probabilities of the next token, float32
-        `[width, vocab]`, -inf where it is forbidden. None: the search has ended, and `finished` is the result."""
+        """Choose the next beams from the outputs of the beams and the log-probabilities
+        of the next token, float32 `[width, vocab]`, -inf where it is forbidden. None:
+        the search has ended, and `finished` is the result."""
         length = len(outputs[0]) + 1
         is_last = length >= self._max_tokens
         running: list[Beam] = []
@@ -75,11 +81,16 @@ class BeamSearch:
         if tokens[-1] in self._group.stop_ids:
             return True
         detokenizer = self._group.sequences[0].detokenizer
-        return bool(self._params.stop) and detokenizer.completes_stop(tokens, self._params.min_tokens)
+        return bool(self._params.stop) and detokenizer.completes_stop(
+            tokens, self._params.min_tokens
+        )
 
     def _best(self, logprobs: Tensor, outputs: list[list[int]]) -> list[Beam]:
-        """Return the best continuations of all beams: enough for `width` of them to go on."""
-        total = (logprobs + torch.tensor(self._logprobs, device=logprobs.device)[:, None]).flatten()
+        """Return the best continuations of all beams: enough for `width` of them to go
+        on."""
+        total = (
+            logprobs + torch.tensor(self._logprobs, device=logprobs.device)[:, None]
+        ).flatten()
         count = max(2, 1 + len(self._group.stop_ids)) * self._width
         values, places = total.topk(min(count, len(total)))
         beams: list[Beam] = []
@@ -90,7 +101,8 @@ class BeamSearch:
         return beams
 
     def _can_improve(self, best: Beam, length: int) -> bool:
-        """Return whether a running beam may still become better than the worst finished output."""
+        """Return whether a running beam may still become better than the worst finished
+        output."""
         if len(self.finished) < self._width:
             return True
         early = self._params.early_stopping
@@ -102,10 +114,14 @@ class BeamSearch:
 
 
 def advance_beams(
-    sampled: SamplerOutput, batch: Batch, blocks: BlockManager, processor: LogitPostProcessor
+    sampled: SamplerOutput,
+    batch: Batch,
+    blocks: BlockManager,
+    processor: LogitPostProcessor,
 ) -> dict[SequenceGroup, list[Beam]]:
-    """Continue each beam of a step from the beam that its search chooses: output, blocks and matcher. Returns the
-    searches that have ended: free them, then call `show_result`."""
+    """Continue each beam of a step from the beam that its search chooses: output,
+    blocks and matcher. Returns the searches that have ended: free them, then call
+    `show_result`."""
     groups: dict[SequenceGroup, dict[int, int]] = {}
     for place, row in enumerate(batch.beams):
         sequence = batch.sequences[row]
@@ -121,9 +137,14 @@ def advance_beams(
 
 
 def _advance(
-    group: SequenceGroup, rows: list[int], sampled: SamplerOutput, blocks: BlockManager, processor: LogitPostProcessor
+    group: SequenceGroup,
+    rows: list[int],
+    sampled: SamplerOutput,
+    blocks: BlockManager,
+    processor: LogitPostProcessor,
 ) -> bool:
-    """Continue one search. `rows` are those of its beams. Returns False if it has ended."""
+    """Continue one search. `rows` are those of its beams. Returns False if it has
+    ended."""
     assert sampled.beam_scores is not None
     assert sampled.beam_logprobs is not None
     group.first_token_time = group.first_token_time or time.monotonic()
@@ -137,7 +158,9 @@ def _advance(
         if count is None:
             return []
         row = logprobs[beam.parent]
-        return known[beam.parent] + ranked_logprobs(row[None], row.new_tensor([beam.tokens[-1]]).long(), [count])
+        return known[beam.parent] + ranked_logprobs(
+            row[None], row.new_tensor([beam.tokens[-1]]).long(), [count]
+        )
 
     for beam in group.search.finished:
         if len(beam.tokens) > len(outputs[0]):  # it has ended in this step
@@ -145,17 +168,27 @@ def _advance(
     if beams is None:
         return False
     ids = [sequence.seq_id for sequence in group.sequences]
-    blocks.take_over({ids[place]: ids[beam.parent] for place, beam in enumerate(beams) if place != beam.parent})
+    blocks.take_over(
+        {
+            ids[place]: ids[beam.parent]
+            for place, beam in enumerate(beams)
+            if place != beam.parent
+        }
+    )
     for sequence, output, beam in zip(group.sequences, outputs, beams, strict=True):
         if sequence.view is not None and output != outputs[beam.parent]:
             pairs = enumerate(zip(output, beam.tokens, strict=False))
-            processor.rollback(sequence.seq_id, next(place for place, (old, new) in pairs if old != new))
+            processor.rollback(
+                sequence.seq_id,
+                next(place for place, (old, new) in pairs if old != new),
+            )
         sequence.take_over(beam.tokens, beam.logprob, scored(beam))
     return True
 
 
 def show_result(group: SequenceGroup, finished: list[Beam]) -> None:
-    """Replace the sequences of a search that has ended by its finished outputs, best first."""
+    """Replace the sequences of a search that has ended by its finished outputs, best
+    first."""
     for sequence in group.sequences:
         sequence.finish(SequenceStatus.FINISHED_STOPPED)
     del group.sequences[max(1, len(finished)) :]

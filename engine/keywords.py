@@ -1,4 +1,5 @@
-"""Keyword arguments of the Python interface. An unknown one is refused, with what works instead."""
+"""Keyword arguments of the Python interface. An unknown one is refused, with what works
+instead."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "guided_regex": ("give regex",),
     "guided_choice": ("give choice",),
     "guided_grammar": ("give grammar",),
-    "logits_processors": ("give them to LLM(logits_processors=...), and their arguments as extra_args",),
+    "logits_processors": (
+        "give them to LLM(logits_processors=...), and their arguments as extra_args",
+    ),
     "beam_width": ("give use_beam_search=True and best_of",),
     "detokenize": ("text is always there", True),
     "gpu_memory_utilization": ("give kv_cache_bytes",),
@@ -43,7 +46,8 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 
 
 def accept(of: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the keywords, without those of vLLM that have no effect here. Unknown ones are refused."""
+    """Return the keywords, without those of vLLM that have no effect here. Unknown ones
+    are refused."""
     accepted = dict(given)
     for name, value in given.items():
         if name in _REFUSED and (value is None or value in _REFUSED[name][1:]):
@@ -53,7 +57,8 @@ def accept(of: str, given: Mapping[str, Any], known: Collection[str]) -> dict[st
 
 
 def refuse_unknown(of: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse keywords that are not known, and say what works instead. `param` of the error is the keyword."""
+    """Refuse keywords that are not known, and say what works instead. `param` of the
+    error is the keyword."""
     for name in given:
         if name in known:
             continue

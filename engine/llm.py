@@ -1,4 +1,5 @@
-"""LLM: offline generation from a script, which returns the outputs of all prompts at once."""
+"""LLM: offline generation from a script, which returns the outputs of all prompts at
+once."""
 
 from __future__ import annotations
 
@@ -36,27 +37,35 @@ class LLM(BaseLLM):
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Generate the outputs of all prompts. Returns one `RequestOutput` per prompt, in order. A request that failed
-        has an `error`.
+        """Generate the outputs of all prompts. Returns one `RequestOutput` per prompt,
+        in order. A request that failed has an `error`.
 
         Args:
             prompts: one or many prompts, each as text or token ids.
-            sampling_params: parameters for all prompts, or a list with the parameters of each prompt.
+            sampling_params: parameters for all prompts, or a list with the parameters
+                of each prompt.
             use_tqdm: show a progress bar.
-            others: not accepted. For a keyword of vLLM, the error says what to use instead.
+            others: not accepted. For a keyword of vLLM, the error says what to use
+                instead.
 
         Raises:
             InvalidRequest: a request is invalid. No request was run.
         """
         accept("generate()", others, ("prompts", "sampling_params", "use_tqdm"))
-        if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str | Mapping) or (
+            prompts and isinstance(prompts[0], int)
+        ):
             prompts = [cast(Prompt, prompts)]
         given = sampling_params or SamplingParams()
         many = [given] * len(prompts) if isinstance(given, SamplingParams) else given
         if len(many) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(many)} sampling_params: give one, or one per prompt")
+            raise ValueError(
+                f"{len(prompts)} prompts and {len(many)} sampling_params: give one, or one per prompt"
+            )
         groups = [
-            self.engine.admit(f"llm-{next(self._ids)}", cast(Prompt, prompt), params, stream=False)
+            self.engine.admit(
+                f"llm-{next(self._ids)}", cast(Prompt, prompt), params, stream=False
+            )
             for prompt, params in zip(prompts, many, strict=True)
         ]
         for group in groups:
@@ -71,11 +80,15 @@ class LLM(BaseLLM):
                 self.engine.abort_request(group.request_id)
         return [finished[group.request_id] for group in groups]
 
-    def _run(self, groups: list[SequenceGroup], use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _run(
+        self, groups: list[SequenceGroup], use_tqdm: bool
+    ) -> dict[str, RequestOutput]:
         wanted = {group.request_id for group in groups}
         finished: dict[str, RequestOutput] = {}
         tokens = 0
-        with tqdm(total=len(groups), desc="prompts", unit=" prompts", disable=not use_tqdm) as bar:
+        with tqdm(
+            total=len(groups), desc="prompts", unit=" prompts", disable=not use_tqdm
+        ) as bar:
             while len(finished) < len(wanted):
                 self.engine.awake.clear()
                 if not self.engine.has_work:
@@ -83,7 +96,9 @@ class LLM(BaseLLM):
                 for output in self.engine.step():
                     if output.request_id in wanted:
                         finished[output.request_id] = output
-                        tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                        tokens += sum(
+                            len(completion.token_ids) for completion in output.outputs
+                        )
                         if use_tqdm:
                             rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
                             bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
@@ -96,14 +111,20 @@ class LLM(BaseLLM):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate answers to one or many conversations, as `generate` does for prompts.
+        """Generate answers to one or many conversations, as `generate` does for
+        prompts.
 
         Raises:
             InvalidRequest: the tokenizer has no chat template, or a request is invalid.
         """
         if not getattr(self.tokenizer, "chat_template", None):
-            raise InvalidRequest("this model's tokenizer has no chat template: use generate()", param="messages")
-        prompts = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            raise InvalidRequest(
+                "this model's tokenizer has no chat template: use generate()",
+                param="messages",
+            )
+        prompts = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def __enter__(self) -> LLM:

@@ -1,4 +1,5 @@
-"""LLMEngine: runs requests step by step. Synchronous and single-threaded; `AsyncLLM` gives it a thread of its own."""
+"""LLMEngine: runs requests step by step. Synchronous and single-threaded; `AsyncLLM`
+gives it a thread of its own."""
 
 from __future__ import annotations
 
@@ -46,8 +47,9 @@ _DEADLINE_SHARE = 0.05
 
 
 class LLMEngine:
-    """Runs requests, one step at a time. `pool` computes the masks; the engine does not shut it down. `processor` works
-    beside the standard post-processor. If both are None, the engine rejects constraints."""
+    """Runs requests, one step at a time. `pool` computes the masks; the engine does not
+    shut it down. `processor` works beside the standard post-processor. If both are
+    None, the engine rejects constraints."""
 
     def __init__(
         self,
@@ -77,7 +79,9 @@ class LLMEngine:
         )
         self.runner.start(self.blocks)
         description = describe(model, config, self.max_model_len)
-        self.logits_processors = CustomLogitsProcessors(description, model.device, load_classes(config))
+        self.logits_processors = CustomLogitsProcessors(
+            description, model.device, load_classes(config)
+        )
         self.sampler = Sampler(self.logits_processors, model.vocabulary.stop_token_ids)
         self.processor = bundle(pool, processor)
         on_cpu = model.device.type == "cpu"
@@ -85,21 +89,39 @@ class LLMEngine:
             self.blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.tokens_per_step(on_cpu),
-            max_tokens_of_prefills=config.tokens_per_step(on_cpu, delays_decoding=False),
+            max_tokens_of_prefills=config.tokens_per_step(
+                on_cpu, delays_decoding=False
+            ),
             layout=model.layout,
         )
         self.stats = EngineStats()
-        self.requests = Requests(self.processor, self.scheduler, self.stats, model.vocabulary.stop_token_ids[0])
+        self.requests = Requests(
+            self.processor,
+            self.scheduler,
+            self.stats,
+            model.vocabulary.stop_token_ids[0],
+        )
         self.groups = self.requests.groups
         self.awake = self.requests.awake
         self.submit = self.requests.submit
         self.edits = Edits(
-            self.processor, self.scheduler, self.requests, self.stats, model.vocabulary.padded_vocab_size
+            self.processor,
+            self.scheduler,
+            self.requests,
+            self.stats,
+            model.vocabulary.padded_vocab_size,
         )
-        admission = Admission(model, config, self.max_model_len, num_blocks, self.logits_processors.validate)
+        admission = Admission(
+            model,
+            config,
+            self.max_model_len,
+            num_blocks,
+            self.logits_processors.validate,
+        )
         self.texts = admission.texts
         self.admit = admission.admit
-        """Check a request and tokenize its prompt, without queueing it. Call it from any thread."""
+        """Check a request and tokenize its prompt, without queueing it. Call it from
+        any thread."""
         self._preparing = 0.0
         """Seconds that the last `prepare` took."""
 
@@ -114,8 +136,9 @@ class LLMEngine:
         stream: bool = True,
         **others: Any,
     ) -> SequenceGroup:
-        """Admit and submit a request. With `prompt_token_ids`, `prompt` is only repeated in the output. `arrival_time`
-        is in seconds of `time.monotonic()`. `others` are refused: the error says what to use instead."""
+        """Admit and submit a request. With `prompt_token_ids`, `prompt` is only
+        repeated in the output. `arrival_time` is in seconds of `time.monotonic()`.
+        `others` are refused: the error says what to use instead."""
         accept("add_request()", others, ("prompt_token_ids", "arrival_time", "stream"))
         if prompt is None or prompt_token_ids is not None:
             text = prompt if isinstance(prompt, str) else None
@@ -138,11 +161,13 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something now. If not, `awake` is set as soon as it would."""
+        """Whether a step would do something now. If not, `awake` is set as soon as it
+        would."""
         return self.requests.has_news or self.scheduler.has_work
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, if a sequence can run. Returns requests that have changed; without `stream`, at their end."""
+        """Run one step, if a sequence can run. Returns requests that have changed;
+        without `stream`, at their end."""
         started = time.perf_counter()
         batch = self.schedule()
         if not batch.is_empty:
@@ -153,19 +178,27 @@ class LLMEngine:
                 report = self.apply(logits, batch)
                 sampled = self.sample(logits, batch, report)
                 self.append(sampled, batch)
-                self.stats.note_step(time.perf_counter() - started, report.wait_seconds, batch.computes)
+                self.stats.note_step(
+                    time.perf_counter() - started, report.wait_seconds, batch.computes
+                )
         self.stats.late = len(self.scheduler.late)
         return self.requests.report()
 
     @contextlib.contextmanager
     def _surviving(self, batch: Batch) -> Iterator[None]:
-        """If the device runs out of memory, fail the newest group. The others, as after any exception, start again."""
+        """If the device runs out of memory, fail the newest group. The others, as after
+        any exception, start again."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             logger.exception("a step ran out of memory")
-            newest = max(batch.all_sequences, key=lambda sequence: sequence.group.arrival_time)
-            self.requests.fail(newest.group, InternalError(f"the device ran out of memory: {bounded(error)}"))
+            newest = max(
+                batch.all_sequences, key=lambda sequence: sequence.group.arrival_time
+            )
+            self.requests.fail(
+                newest.group,
+                InternalError(f"the device ran out of memory: {bounded(error)}"),
+            )
             self._abandon(batch)
             torch.cuda.empty_cache()
         except BaseException:  # for example Ctrl-C
@@ -174,15 +207,17 @@ class LLMEngine:
 
     def _abandon(self, batch: Batch) -> None:
         """Give a step up. Its sequences are prefilled again."""
-        self.blocks.forget_content()  # it may have blocks that this step did not compute
+        # it may have blocks that this step did not compute
+        self.blocks.forget_content()
         for sequence in batch.all_sequences:
             if sequence in self.scheduler.running:
                 sequence.computed = 0
                 self.scheduler.preempt(sequence)
 
     def schedule(self) -> Batch:
-        """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run. Late ones
-        run once their mask is decided, or if nothing else can run: the step then waits for the first mask."""
+        """Queue groups with a new grammar, end groups that lost a matcher, and select
+        the sequences that run. Late ones run once their mask is decided, or if nothing
+        else can run: the step then waits for the first mask."""
         self.requests.update()
         late = [sequence.seq_id for sequence in self.scheduler.late]
         if late:
@@ -194,7 +229,8 @@ class LLMEngine:
         return batch
 
     def prepare(self, batch: Batch) -> None:
-        """Ask the post-processor for the masks of constrained rows, and announce the batch to the logits processors."""
+        """Ask the post-processor for the masks of constrained rows, and announce the
+        batch to the logits processors."""
         if batch.processed:
             started = time.perf_counter()
             self.processor.prepare(batch.processed, batch.processed_rows, batch.number)
@@ -203,34 +239,47 @@ class LLMEngine:
         self.logits_processors.begin(batch)
 
     def execute(self, batch: Batch) -> Tensor:
-        """Run the forward pass: hidden states `[tokens, hidden]`. Rows that have kept theirs need none."""
+        """Run the forward pass: hidden states `[tokens, hidden]`. Rows that have kept
+        theirs need none."""
         self.stats.steps += batch.computes
         return self.runner.execute(batch)
 
     def compute_logits(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask."""
+        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with
+        everything applied but the mask."""
         score_tokens(batch, hidden, self.runner)
         batch.hidden = self.runner.select(hidden, batch.selected, batch.kept)
-        return self.sampler.adjust(lambda: self.runner.compute_logits(batch.hidden), batch)
+        return self.sampler.adjust(
+            lambda: self.runner.compute_logits(batch.hidden), batch
+        )
 
     def apply(self, logits: Tensor, batch: Batch) -> ApplyReport:
-        """Wait for the masks until the step's deadline, and apply them to `logits` in place."""
+        """Wait for the masks until the step's deadline, and apply them to `logits` in
+        place."""
         if not batch.processed:
             return ApplyReport()
-        report = self.processor.apply(logits, max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step))
+        report = self.processor.apply(
+            logits, max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step)
+        )
         self.stats.note_masks(report)
         for details in batch.details:
-            details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
+            details.exposed_seconds += (
+                self._preparing + report.wait_seconds + report.kernel_seconds
+            )
         return report
 
-    def sample(self, logits: Tensor, batch: Batch, report: ApplyReport) -> SamplerOutput:
-        """Sample a token for each row that has its mask. Groups of rows with a failed logits processor, or without a
-        token that is allowed, end."""
+    def sample(
+        self, logits: Tensor, batch: Batch, report: ApplyReport
+    ) -> SamplerOutput:
+        """Sample a token for each row that has its mask. Groups of rows with a failed
+        logits processor, or without a token that is allowed, end."""
         unsampled: frozenset[int] = frozenset()
         failed = self.logits_processors.failed
         if report.failed or report.late or report.vetoes or failed or batch.beams:
             unsampled = self.edits.leave_out(batch, report, failed)
-        sampled = self.sampler.sample(logits, batch, unsampled, partial(self.runner.launch_next, batch))
+        sampled = self.sampler.sample(
+            logits, batch, unsampled, partial(self.runner.launch_next, batch)
+        )
         for row, (_, kept_mass) in sampled.measured.items():
             if batch.sequences[row].params.constraint is not None:
                 self.stats.note_kept_mass(kept_mass)
@@ -238,32 +287,42 @@ class LLMEngine:
             self.requests.fail(batch.sequences[row].group, failure)
         for row in sampled.broken:
             group = batch.sequences[row].group
-            error: GuidedError = InternalError("no token of this step has a finite logit")
+            error: GuidedError = InternalError(
+                "no token of this step has a finite logit"
+            )
             if group.restriction is not None:
-                error = DeadEnd("allowed_token_ids or bad_words forbid every token that the constraint allows")
+                error = DeadEnd(
+                    "allowed_token_ids or bad_words forbid every token that the constraint allows"
+                )
             self.requests.fail(group, error)
         return sampled
 
     def append(self, sampled: SamplerOutput, batch: Batch) -> None:
-        """Append the tokens, apply the post-processor's edits, continue beams, end what is complete."""
+        """Append the tokens, apply the post-processor's edits, continue beams, end what
+        is complete."""
         any_ended = self._append_tokens(sampled, batch)
         if batch.processed:
             any_ended |= self.edits.apply(sampled, batch)
         if batch.beams:
-            for group, finished in advance_beams(sampled, batch, self.blocks, self.processor).items():
+            for group, finished in advance_beams(
+                sampled, batch, self.blocks, self.processor
+            ).items():
                 self.requests.release(group)
                 show_result(group, finished)
         if any_ended:
             self.requests.drop_finished(batch.sequences)
 
     def _append_tokens(self, sampled: SamplerOutput, batch: Batch) -> bool:
-        """Append a token to each sequence but beams. Returns whether a sequence has ended."""
+        """Append a token to each sequence but beams. Returns whether a sequence has
+        ended."""
         now = time.monotonic()
         running = SequenceStatus.RUNNING
         changed = self.requests.changed
         unsampled = sampled.unsampled
         any_ended = False
-        for row, (sequence, token) in enumerate(zip(batch.sequences, sampled.token_ids, strict=True)):
+        for row, (sequence, token) in enumerate(
+            zip(batch.sequences, sampled.token_ids, strict=True)
+        ):
             if row in unsampled or sequence.status is not running:
                 continue
             group = sequence.group
@@ -272,5 +331,7 @@ class LLMEngine:
                 continue
             if group.first_token_time is None:
                 group.first_token_time = now
-            any_ended |= sequence.append(token, sampled.logprobs.get(row), sampled.measured.get(row))
+            any_ended |= sequence.append(
+                token, sampled.logprobs.get(row), sampled.measured.get(row)
+            )
         return any_ended

@@ -1,4 +1,5 @@
-"""Requests: the requests of an engine from `submit` to their end, with the compilations of their constraints."""
+"""Requests: the requests of an engine from `submit` to their end, with the compilations
+of their constraints."""
 
 from __future__ import annotations
 
@@ -18,10 +19,16 @@ from guided.processors.post_processors import PostProcessors
 
 
 class Requests:
-    """The groups that have not ended, and those that have changed since the last report. `eos_token_id` is the model's
-    first stop token."""
+    """The groups that have not ended, and those that have changed since the last
+    report. `eos_token_id` is the model's first stop token."""
 
-    def __init__(self, processor: PostProcessors, scheduler: Scheduler, stats: EngineStats, eos_token_id: int) -> None:
+    def __init__(
+        self,
+        processor: PostProcessors,
+        scheduler: Scheduler,
+        stats: EngineStats,
+        eos_token_id: int,
+    ) -> None:
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
         self.changed: dict[SequenceGroup, None] = {}
@@ -40,7 +47,8 @@ class Requests:
         return bool(self.changed or self._compiled)
 
     def submit(self, group: SequenceGroup) -> None:
-        """Queue an admitted request. If its prompt is too long for the context, it is `FINISHED_IGNORED` already.
+        """Queue an admitted request. If its prompt is too long for the context, it is
+        `FINISHED_IGNORED` already.
 
         Raises:
             InvalidRequest: the backend does not support the constraint.
@@ -66,7 +74,9 @@ class Requests:
         params = group.sampling_params
         assert params.constraint is not None
         CLIENT.set(group.client)
-        future = self._processor.initialize(group.request_id, params.constraint, params.backend)
+        future = self._processor.initialize(
+            group.request_id, params.constraint, params.backend
+        )
 
         def done(compiled: Future[Grammar]) -> None:  # on a thread of the pool
             self._compiled.append((group, compiled))
@@ -75,7 +85,8 @@ class Requests:
         future.add_done_callback(done)
 
     def update(self) -> None:
-        """Let groups with a new grammar run, and fail those that the post-processors have lost."""
+        """Let groups with a new grammar run, and fail those that the post-processors
+        have lost."""
         while self._compiled:
             group, compiled = self._compiled.popleft()
             if group.is_finished():
@@ -85,7 +96,9 @@ class Requests:
             except GuidedError as error:
                 self.fail(group, error)
             except Exception as error:
-                self.fail(group, BackendError(f"compiling failed: {bounded(repr(error))}"))
+                self.fail(
+                    group, BackendError(f"compiling failed: {bounded(repr(error))}")
+                )
         for request_id, failure in self._processor.failures().items():
             if request_id in self.groups:
                 self.fail(self.groups[request_id], failure)
@@ -101,7 +114,9 @@ class Requests:
                     sequence.view.final = 0
         group.compiled_time = time.monotonic()
         group.set_status(SequenceStatus.WAITING)
-        if not group.sampling_params.complete:  # with it, the first mask tells whether `max_tokens` suffices
+        if (
+            not group.sampling_params.complete
+        ):  # with it, the first mask tells whether `max_tokens` suffices
             self.changed[group] = None
 
     def fail(self, group: SequenceGroup, error: GuidedError) -> None:
@@ -111,7 +126,12 @@ class Requests:
         self._stats.failures[error.code] += 1
         self.end(group, SequenceStatus.FINISHED_INTERNAL_ERROR, error)
 
-    def end(self, group: SequenceGroup, status: SequenceStatus, error: GuidedError | None = None) -> None:
+    def end(
+        self,
+        group: SequenceGroup,
+        status: SequenceStatus,
+        error: GuidedError | None = None,
+    ) -> None:
         """End the sequences of a group that have not ended, and release the group."""
         group.error = error
         for sequence in group.sequences:
@@ -127,7 +147,8 @@ class Requests:
             self._processor.free(group.request_id)
 
     def drop_finished(self, sequences: list[Sequence]) -> None:
-        """Release those of `sequences` that have ended, and their groups with the last one."""
+        """Release those of `sequences` that have ended, and their groups with the last
+        one."""
         self._scheduler.drop_finished()
         for sequence in sequences:
             if sequence.is_finished() and sequence.group.request_id in self.groups:
@@ -137,7 +158,12 @@ class Requests:
                     self._processor.free_sequence(sequence.seq_id)
 
     def report(self) -> list[RequestOutput]:
-        """Return a snapshot of each request that has changed since the last report; without `stream`, at its end."""
+        """Return a snapshot of each request that has changed since the last report;
+        without `stream`, at its end."""
         changed = self.changed
         self.changed = {}
-        return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished()]
+        return [
+            RequestOutput.from_seq_group(group)
+            for group in changed
+            if group.stream or group.is_finished()
+        ]

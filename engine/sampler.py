@@ -1,7 +1,8 @@
 """Sampler: samples tokens from logits, for a whole batch at once.
 
-`adjust` applies what the requests ask for (`engine/adjustments.py`). Then the engine applies the mask. `sample` applies
-temperature, min_p, argmax-invariant custom processors, top_k and top_p, and draws.
+`adjust` applies what the requests ask for (`engine/adjustments.py`). Then the engine
+applies the mask. `sample` applies temperature, min_p, argmax-invariant custom
+processors, top_k and top_p, and draws.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ class SamplerOutput:
 
     token_ids: list[int]
     unsampled: frozenset[int] = frozenset()
-    """Rows without a token: their mask is late or was vetoed, or their mask or a logits processor has failed."""
+    """Rows without a token: their mask is late or was vetoed, or their mask or a logits
+    processor has failed."""
     broken: list[int] = field(default_factory=list)
-    """Rows of which the sampled or the largest logit is not finite: the mask forbids every token, or the model computed
-    NaN."""
+    """Rows of which the sampled or the largest logit is not finite: the mask forbids
+    every token, or the model computed NaN."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By row, if requested: those of the sampled token and of the most likely tokens."""
+    """By row, if requested: those of the sampled token and of the most likely
+    tokens."""
     measured: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """By row, if requested, and of a few constrained rows now and then: the number of tokens that could be sampled, and
-    the log of their kept mass. That is their probability in the model's own distribution: before bias, penalties and
-    mask, at temperature 1."""
+    """By row, if requested, and of a few constrained rows now and then: the number of
+    tokens that could be sampled, and the log of their kept mass. That is their
+    probability in the model's own distribution: before bias, penalties and mask, at
+    temperature 1."""
     beam_logprobs: Tensor | None = None
     """float32 `[len(batch.beams), vocab]`: of the adjusted logits, before the mask."""
     beam_scores: Tensor | None = None
@@ -51,7 +55,9 @@ class SamplerOutput:
 class Sampler:
     """Call once per step: `adjust` before the mask, `sample` after it."""
 
-    def __init__(self, processors: CustomLogitsProcessors, stop_token_ids: Tokens[int]) -> None:
+    def __init__(
+        self, processors: CustomLogitsProcessors, stop_token_ids: Tokens[int]
+    ) -> None:
         self.processors = processors
         self._adjustments = Adjustments(processors, stop_token_ids)
         self.adjust = self._adjustments.apply
@@ -64,9 +70,10 @@ class Sampler:
         unsampled: frozenset[int] = frozenset(),
         launch: Callable[[Tensor], None] | None = None,
     ) -> SamplerOutput:
-        """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`. The random generators of
-        `unsampled` rows do not advance. `launch` gets the tokens on the device, int64 `[rows]`, before the host waits
-        for them, unless the host reads more of this step than its tokens."""
+        """Sample one token per row from adjusted and masked logits, float32 `[rows,
+        vocab]`. The random generators of `unsampled` rows do not advance. `launch` gets
+        the tokens on the device, int64 `[rows]`, before the host waits for them, unless
+        the host reads more of this step than its tokens."""
         best, chosen = logits.max(-1)
         is_finite = best.isfinite()
         if batch.random:
@@ -77,16 +84,29 @@ class Sampler:
             launch(chosen)
         token_ids, finite = read()  # the step's one synchronisation
         output = SamplerOutput(token_ids, unsampled)
-        output.broken = [row for row, finite_row in enumerate(finite) if not finite_row and row not in unsampled]
+        output.broken = [
+            row
+            for row, finite_row in enumerate(finite)
+            if not finite_row and row not in unsampled
+        ]
         self._adjustments.report(output, logits, batch)
         return output
 
     def _draw(
-        self, logits: Tensor, best: Tensor, greedy: Tensor, batch: Batch, unsampled: frozenset[int]
+        self,
+        logits: Tensor,
+        best: Tensor,
+        greedy: Tensor,
+        batch: Batch,
+        unsampled: frozenset[int],
     ) -> tuple[Tensor, Tensor]:
-        """Return the sampled logits and tokens: drawn in random rows, `best` and `greedy` in the others."""
+        """Return the sampled logits and tokens: drawn in random rows, `best` and
+        `greedy` in the others."""
         plan = batch.plan(Distribution, logits.device)
-        uniforms = [0.5 if row in unsampled else next(batch.sequences[row].uniforms) for row in plan.rows]
+        uniforms = [
+            0.5 if row in unsampled else next(batch.sequences[row].uniforms)
+            for row in plan.rows
+        ]
         all_random = len(plan.rows) == len(logits)
         if all_random:
             scaled = plan.scaled(logits)
@@ -98,10 +118,15 @@ class Sampler:
         values = scaled.gather(1, drawn[:, None])[:, 0]
         if all_random:
             return values, drawn
-        return best.index_copy(0, plan.index, values), greedy.index_copy(0, plan.index, drawn)
+        return best.index_copy(0, plan.index, values), greedy.index_copy(
+            0, plan.index, drawn
+        )
 
-    def _processed(self, logits: Tensor, random: Tensor, scaled: Tensor, batch: Batch) -> Tensor:
-        """Run argmax-invariant custom processors on all rows. Returns the random rows, `scaled` before."""
+    def _processed(
+        self, logits: Tensor, random: Tensor, scaled: Tensor, batch: Batch
+    ) -> Tensor:
+        """Run argmax-invariant custom processors on all rows. Returns the random rows,
+        `scaled` before."""
 
         def whole() -> Tensor:
             return logits.index_copy(0, random, scaled)
@@ -110,10 +135,13 @@ class Sampler:
 
 
 def _start_reading(values: Tensor) -> Callable[[], list[list[int]]]:
-    """Start a copy to the host. The function that is returned waits for it, but not for what is launched later."""
+    """Start a copy to the host. The function that is returned waits for it, but not for
+    what is launched later."""
     if not values.is_cuda:
         return values.tolist
-    copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
+        values, non_blocking=True
+    )
     done = end_of_work(values)
 
     def read() -> list[list[int]]:

@@ -1,4 +1,5 @@
-"""Scoring of tokens that are not sampled, where their log-probabilities are wanted: prompts, and forced tokens."""
+"""Scoring of tokens that are not sampled, where their log-probabilities are wanted:
+prompts, and forced tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _SCORED_ROWS = 256
 
 
 def score_tokens(batch: Batch, hidden: Tensor, runner: ModelRunner) -> None:
-    """Record the log-probabilities of the tokens of prefills that have none and need some.
+    """Record the log-probabilities of the tokens of prefills that have none and need
+    some.
 
     Args:
         hidden: the hidden states of the step, `[tokens, hidden]`.
@@ -26,8 +28,11 @@ def score_tokens(batch: Batch, hidden: Tensor, runner: ModelRunner) -> None:
                 _score(chunk, begin, min(last, begin + _SCORED_ROWS), hidden, runner)
 
 
-def _score(chunk: Chunk, first: int, last: int, hidden: Tensor, runner: ModelRunner) -> None:
-    """Score tokens `first` to `last` of a chunk's sequence, all of its prompt or all of its output."""
+def _score(
+    chunk: Chunk, first: int, last: int, hidden: Tensor, runner: ModelRunner
+) -> None:
+    """Score tokens `first` to `last` of a chunk's sequence, all of its prompt or all of
+    its output."""
     sequence = chunk.sequences[0]
     predicting = chunk.row - chunk.start - 1
     rows = list(range(predicting + first, predicting + last))

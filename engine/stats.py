@@ -15,7 +15,8 @@ KEPT_MASS_BOUNDS = (0.0001, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 @dataclass
 class EngineStats:
-    """Counters since the start. Only the engine's thread writes them. Times are seconds."""
+    """Counters since the start. Only the engine's thread writes them. Times are
+    seconds."""
 
     steps: int = 0
     """Forward passes."""
@@ -25,7 +26,8 @@ class EngineStats:
     prepare_seconds: float = 0.0
     wait_seconds: float = 0.0
     kernel_seconds: float = 0.0
-    """These three are the exposed mask time: `wait_seconds` is that for masks in `apply`."""
+    """These three are the exposed mask time: `wait_seconds` is that for masks in
+    `apply`."""
     mask_seconds: float = 0.0
     hidden_seconds: float = 0.0
     """Mask time of the workers, and the part of it that no step waited for."""
@@ -36,10 +38,12 @@ class EngineStats:
     late_rows: int = 0
     """Rows without a mask at the deadline."""
     kept_mass: list[int] = field(default_factory=lambda: [0] * len(KEPT_MASS_BOUNDS))
-    """Number of measured masks, by the first of `KEPT_MASS_BOUNDS` that the kept mass does not exceed."""
+    """Number of measured masks, by the first of `KEPT_MASS_BOUNDS` that the kept mass
+    does not exceed."""
     kept_mass_sum: float = 0.0
     vetoes: Counter[str] = field(default_factory=Counter)
-    """Number of times that tokens were taken back, by the keyword of the schema that they violated."""
+    """Number of times that tokens were taken back, by the keyword of the schema that
+    they violated."""
     failures: Counter[str] = field(default_factory=Counter)
     """Groups that ended with an error, by its code."""
 
@@ -51,14 +55,16 @@ class EngineStats:
         self.hidden_seconds += max(0.0, report.mask_seconds - report.wait_seconds)
 
     def note_kept_mass(self, log: float) -> None:
-        """Add a kept mass, given as its log. NaN is left out: the model has computed no distribution."""
+        """Add a kept mass, given as its log. NaN is left out: the model has computed no
+        distribution."""
         if not math.isnan(log):
             mass = math.exp(log)
             self.kept_mass[bisect_left(KEPT_MASS_BOUNDS, mass)] += 1
             self.kept_mass_sum += mass
 
     def note_step(self, seconds: float, waited: float, computed: bool) -> None:
-        """Add a step that waited `waited` of its seconds for masks. `computed`: it had a forward pass."""
+        """Add a step that waited `waited` of its seconds for masks. `computed`: it had
+        a forward pass."""
         self.step_seconds += seconds
         if computed:
             weight = max(1 / self.steps, 0.02)

@@ -1,7 +1,9 @@
-"""Speculative decoding with a constraint, in a plain PyTorch loop: `python examples/draft_tokens.py [MODEL]`.
+"""Speculative decoding with a constraint, in a plain PyTorch loop: `python
+examples/draft_tokens.py [MODEL]`.
 
-Drafts are tokens that the constraint forces, then those that follow the newest token in the prompt, as far as the
-constraint accepts them. Each position after a draft has a mask of its own. Prints the output and the number of steps.
+Drafts are tokens that the constraint forces, then those that follow the newest token in
+the prompt, as far as the constraint accepts them. Each position after a draft has a
+mask of its own. Prints the output and the number of steps.
 """
 
 from __future__ import annotations
@@ -23,11 +25,18 @@ MAX_DRAFTS = 4
 
 @torch.inference_mode()
 def generate(
-    model: Any, processor: GuidedProcessor, constraint: Constraint, prompt: list[int], max_tokens: int = 100
+    model: Any,
+    processor: GuidedProcessor,
+    constraint: Constraint,
+    prompt: list[int],
+    max_tokens: int = 100,
 ) -> tuple[list[int], int]:
-    """Return the greedy output, which is the output without drafts, and the number of forward passes."""
+    """Return the greedy output, which is the output without drafts, and the number of
+    forward passes."""
     vocabulary = processor.vocabulary
-    compiled = compile_constraint(Backends(vocabulary), constraint, candidates(constraint.kind))
+    compiled = compile_constraint(
+        Backends(vocabulary), constraint, candidates(constraint.kind)
+    )
     matcher = compiled.grammar.matcher()  # in this process: only to propose drafts
     processor.initialize("request", constraint, compiled.backend).result()
     output: list[int] = []
@@ -36,15 +45,23 @@ def generate(
     for steps in range(1, max_tokens + 1):
         drafts = propose(matcher, prompt + output)
         for count in range(1, len(drafts) + 1):  # row i comes after i drafts
-            processor.rollback(count, committed[count])  # its last drafts may have been rejected
+            processor.rollback(
+                count, committed[count]
+            )  # its last drafts may have been rejected
             rows[count].output_token_ids = output + drafts[:count]
             committed[count] = len(output)
         processor.prepare(rows[: len(drafts) + 1])
-        logits = model(torch.tensor([prompt + output + drafts])).logits[0, -len(drafts) - 1 :].float()
+        logits = (
+            model(torch.tensor([prompt + output + drafts]))
+            .logits[0, -len(drafts) - 1 :]
+            .float()
+        )
         report = processor.apply(logits)
         for error in report.failed.values():
             raise error
-        for token, draft in zip(logits.argmax(dim=-1).tolist(), [*drafts, None], strict=True):
+        for token, draft in zip(
+            logits.argmax(dim=-1).tolist(), [*drafts, None], strict=True
+        ):
             if token in vocabulary.stop_token_ids or len(output) == max_tokens:
                 processor.free("request")
                 return output, steps
@@ -77,8 +94,15 @@ def main() -> None:
         "required": ["name", "age"],
         "additionalProperties": False,
     }
-    messages = [{"role": "user", "content": "Extract name and age as JSON. Anna Weber is 47 years old."}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    messages = [
+        {
+            "role": "user",
+            "content": "Extract name and age as JSON. Anna Weber is 47 years old.",
+        }
+    ]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
     output, steps = generate(
         model,
         GuidedProcessor(InlinePool(vocabulary)),

@@ -1,6 +1,8 @@
-"""Guided decoding in an engine of your own, a plain PyTorch loop: `python examples/own_engine.py [MODEL] [--ray]`.
+"""Guided decoding in an engine of your own, a plain PyTorch loop: `python
+examples/own_engine.py [MODEL] [--ray]`.
 
-With `--ray`, actors compute the masks during the forward pass. Otherwise this process computes them, after it.
+With `--ray`, actors compute the masks during the forward pass. Otherwise this process
+computes them, after it.
 """
 
 from __future__ import annotations
@@ -40,8 +42,14 @@ class Request:
 
 
 @torch.inference_mode()
-def decode(model: Any, processor: GuidedProcessor, requests: list[Request], max_tokens: int = 100) -> None:
-    """Run all requests greedily to their ends. Sets `output`, and `error` of requests that fail."""
+def decode(
+    model: Any,
+    processor: GuidedProcessor,
+    requests: list[Request],
+    max_tokens: int = 100,
+) -> None:
+    """Run all requests greedily to their ends. Sets `output`, and `error` of requests
+    that fail."""
     sequences = {
         index: GuidedSequence(str(index), index, request.output)
         for index, request in enumerate(requests)
@@ -76,7 +84,9 @@ def decode(model: Any, processor: GuidedProcessor, requests: list[Request], max_
                 running.append(index)
             except GuidedError as error:
                 end(index, error)
-        for index in processor.decided(late) if running else list(late):  # late rows with a mask by now
+        for index in (
+            processor.decided(late) if running else list(late)
+        ):  # late rows with a mask by now
             late.remove(index)
             running.append(index)
         if not running:
@@ -108,13 +118,20 @@ def decode(model: Any, processor: GuidedProcessor, requests: list[Request], max_
 
 
 def forward(model: Any, texts: list[list[int]]) -> torch.Tensor:
-    """Return the logits after each text's last token, `[texts, tokens]`. A real engine has a KV cache."""
+    """Return the logits after each text's last token, `[texts, tokens]`. A real engine
+    has a KV cache."""
     longest = max(map(len, texts))
-    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=model.device)
+    tokens = torch.tensor(
+        [text + [0] * (longest - len(text)) for text in texts], device=model.device
+    )
     lengths = torch.tensor([len(text) for text in texts], device=model.device)
     mask = torch.arange(longest, device=model.device) < lengths[:, None]
-    hidden: torch.Tensor = model.model(tokens, attention_mask=mask.long(), use_cache=False).last_hidden_state
-    logits: torch.Tensor = model.lm_head(hidden[torch.arange(len(texts)), lengths - 1]).float()
+    hidden: torch.Tensor = model.model(
+        tokens, attention_mask=mask.long(), use_cache=False
+    ).last_hidden_state
+    logits: torch.Tensor = model.lm_head(
+        hidden[torch.arange(len(texts)), lengths - 1]
+    ).float()
     return logits
 
 
@@ -133,8 +150,14 @@ PERSON = {
     "additionalProperties": False,
 }
 QUESTIONS = [
-    ("Extract name and age as JSON. Anna Weber is 47 years old.", Constraint.json_schema(PERSON)),
-    ("The meeting takes place on 2031-05-17 in Oslo. Extract the date.", Constraint.regex(r"\d{4}-\d{2}-\d{2}")),
+    (
+        "Extract name and age as JSON. Anna Weber is 47 years old.",
+        Constraint.json_schema(PERSON),
+    ),
+    (
+        "The meeting takes place on 2031-05-17 in Oslo. Extract the date.",
+        Constraint.regex(r"\d{4}-\d{2}-\d{2}"),
+    ),
     ("The hotel is wonderful. Is that good?", Constraint.choice(["yes", "no"])),
     ("Say something.", None),
     ("Something that no backend has.", Constraint.regex(r"a(?=b)")),
@@ -149,7 +172,11 @@ def main() -> None:
     vocabulary = Vocabulary.from_tokenizer(tokenizer, model.config.vocab_size)
     pool = open_pool(vocabulary, "--ray" in sys.argv)
     prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
         for text, _ in QUESTIONS
     ]
     requests = [

@@ -1,7 +1,9 @@
-"""guided: token bitmasks from a constraint and a vocabulary, and a post-processor that masks the logits of a batch.
+"""guided: token bitmasks from a constraint and a vocabulary, and a post-processor that
+masks the logits of a batch.
 
-The package needs neither Ray nor the engine nor a server. A `MaskPool` decides where masks are computed: `InlinePool`
-in the calling process, `actors.RayPool` in processes that may crash.
+The package needs neither Ray nor the engine nor a server. A `MaskPool` decides where
+masks are computed: `InlinePool` in the calling process, `actors.RayPool` in processes
+that may crash.
 """
 
 from guided.constraint import KINDS, Constraint, ConstraintKind
@@ -25,7 +27,11 @@ from guided.pools.inline import InlinePool
 from guided.pools.protocol import Grammar, MaskPool
 from guided.processors.decode_step import DecodeStep, decode_step
 from guided.processors.guided_processor import GuidedProcessor
-from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processors.logit_post_processor import (
+    ApplyReport,
+    LogitPostProcessor,
+    SampledEdit,
+)
 from guided.processors.post_processors import PostProcessors
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary

@@ -22,10 +22,16 @@ def words(padded_vocab_size: int) -> int:
 def pack(token_ids: Iterable[int], padded_vocab_size: int) -> NDArray[np.int32]:
     """Return one row, int32 `[words]`, with exactly `token_ids` allowed."""
     bits = np.zeros(words(padded_vocab_size) * 32, dtype=np.uint8)
-    bits[token_ids if isinstance(token_ids, np.ndarray) else np.fromiter(token_ids, dtype=np.int64)] = 1
+    bits[
+        token_ids
+        if isinstance(token_ids, np.ndarray)
+        else np.fromiter(token_ids, dtype=np.int64)
+    ] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def allowed_ids(row: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the token ids that `row` (int32 `[words]`) allows, ascending."""
-    return np.flatnonzero(np.unpackbits(np.ascontiguousarray(row).view(np.uint8), bitorder="little"))
+    return np.flatnonzero(
+        np.unpackbits(np.ascontiguousarray(row).view(np.uint8), bitorder="little")
+    )

@@ -31,25 +31,39 @@ MAX_ECHO = 300
 
 
 def bounded(text: object, limit: int = MAX_ECHO) -> str:
-    """Return `text` as a printable string of at most `limit` characters, with lone surrogates escaped."""
-    printable = str(text).encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")
+    """Return `text` as a printable string of at most `limit` characters, with lone
+    surrogates escaped."""
+    printable = (
+        str(text)
+        .encode("utf-8", "backslashreplace")
+        .decode("utf-8")
+        .replace("\x00", "\\x00")
+    )
     if len(printable) <= limit:
         return printable
     return printable[: limit - 1] + "…"
 
 
 class GuidedError(Exception):
-    """The root of the tree. `str(error)` tells the user what is wrong, where, and what would work."""
+    """The root of the tree. `str(error)` tells the user what is wrong, where, and what
+    would work."""
 
     code = "guided_error"
     status = 500
     retryable = False
     """Whether the same request would probably succeed if it were sent again."""
     retry_after: float = 1.0
-    """Seconds after which a client should send the request again, for the statuses 429 and 503."""
+    """Seconds after which a client should send the request again, for the statuses 429
+    and 503."""
 
     def __init__(
-        self, message: str, *, param: str | None = None, pointer: str | None = None, code: str = "", status: int = 0
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        pointer: str | None = None,
+        code: str = "",
+        status: int = 0,
     ) -> None:
         super().__init__(message)
         self.code = code or self.code
@@ -68,7 +82,8 @@ class GuidedError(Exception):
         return f"{self.message} (at {self.pointer!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exception's own pickling drops keyword arguments; Ray and process pools pickle errors.
+        # Exception's own pickling drops keyword arguments; Ray and process pools pickle
+        # errors.
         return from_wire, (to_wire(self),)
 
 
@@ -92,7 +107,8 @@ class ConstraintTooLarge(InvalidConstraint):
 class UnsupportedConstraint(InvalidConstraint):
     code = "unsupported_constraint"
     keyword = ""
-    """The keyword that a library does not enforce, if the library would accept the schema without it."""
+    """The keyword that a library does not enforce, if the library would accept the
+    schema without it."""
 
 
 class CompileTimeout(GuidedError):
@@ -178,25 +194,36 @@ def to_wire(error: BaseException) -> Wire:
 
 
 def from_wire(wire: Wire) -> GuidedError:
-    """Unpack an error that `to_wire` packed; an unknown code becomes an `InternalError`."""
+    """Unpack an error that `to_wire` packed; an unknown code becomes an
+    `InternalError`."""
     code, message, param, pointer = wire
-    return errors_by_code(GuidedError).get(code, InternalError)(message, param=param, pointer=pointer)
+    return errors_by_code(GuidedError).get(code, InternalError)(
+        message, param=param, pointer=pointer
+    )
 
 
 def error_body(error: GuidedError) -> dict[str, Any]:
-    """Return an error in OpenAI's shape, with a `pointer`, for the body of a response or an event of a stream."""
+    """Return an error in OpenAI's shape, with a `pointer`, for the body of a response
+    or an event of a stream."""
     if error.status == 429:
         kind = "rate_limit_error"
     elif error.status < 500:
         kind = "invalid_request_error"
     else:
         kind = "server_error"
-    fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code, "pointer": error.pointer}
+    fields = {
+        "message": str(error),
+        "type": kind,
+        "param": error.param,
+        "code": error.code,
+        "pointer": error.pointer,
+    }
     return {"error": fields}
 
 
 def error_headers(error: GuidedError) -> dict[str, str]:
-    """Return the headers that say whether and when to try again, and for a 401 the authentication scheme."""
+    """Return the headers that say whether and when to try again, and for a 401 the
+    authentication scheme."""
     headers = {"x-should-retry": str(error.retryable).lower()}
     if error.status in (429, 503):
         headers["retry-after"] = str(math.ceil(error.retry_after))

@@ -1,7 +1,8 @@
 """Read JSON text within limits.
 
-A text that could exceed a limit is measured first, in linear time and without building objects: `json.loads` recurses
-once per level of nesting, and a list of a million empty lists takes a hundred megabytes.
+A text that could exceed a limit is measured first, in linear time and without building
+objects: `json.loads` recurses once per level of nesting, and a list of a million empty
+lists takes a hundred megabytes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from guided.errors import bounded
 JsonObject = dict[str, Any]
 """A JSON object, such as a schema."""
 MAX_NUMBER_LENGTH = 100
-"""Maximum number of characters of a number. Common numbers (64 bits, double precision) have at most 25."""
+"""Maximum number of characters of a number. Common numbers (64 bits, double precision)
+have at most 25."""
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _LONG_NUMBER = re.compile(rb"[-+.eE0-9]{%d}" % (MAX_NUMBER_LENGTH + 1))
@@ -34,12 +36,19 @@ class JsonTooLarge(JsonError):
 
 
 def loads(
-    text: str | bytes, *, max_values: int, max_nesting: int, max_members: int = sys.maxsize, constants: bool = False
+    text: str | bytes,
+    *,
+    max_values: int,
+    max_nesting: int,
+    max_members: int = sys.maxsize,
+    constants: bool = False,
 ) -> Any:
-    """Parse JSON (RFC 8259, UTF-8) that has at most `max_values` values and `max_nesting` levels of brackets.
+    """Parse JSON (RFC 8259, UTF-8) that has at most `max_values` values and
+    `max_nesting` levels of brackets.
 
     Args:
-        max_members: maximum number of keys, objects and arrays together. They cost ten times as much as other values.
+        max_members: maximum number of keys, objects and arrays together. They cost ten
+            times as much as other values.
         constants: accept NaN and Infinity, as `json.loads` does.
 
     Raises:
@@ -54,19 +63,32 @@ def loads(
             data = text
             decoded = text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise JsonError(f"not UTF-8: {bounded(error.reason)} at byte {error.start}") from None
-    if len(data) > min(max_values, max_nesting, max_members, MAX_NUMBER_LENGTH):  # a shorter text is within all limits
+        raise JsonError(
+            f"not UTF-8: {bounded(error.reason)} at byte {error.start}"
+        ) from None
+    if len(data) > min(
+        max_values, max_nesting, max_members, MAX_NUMBER_LENGTH
+    ):  # a shorter text is within all limits
         _check_size(data, max_values, max_nesting, max_members)
     try:
-        return json.loads(decoded, object_pairs_hook=_unique, parse_constant=None if constants else _refuse_constant)
+        return json.loads(
+            decoded,
+            object_pairs_hook=_unique,
+            parse_constant=None if constants else _refuse_constant,
+        )
     except json.JSONDecodeError as error:
         raise JsonError(f"{error.msg} at character {error.pos}") from None
 
 
-def _check_size(data: bytes, max_values: int, max_nesting: int, max_members: int) -> None:
-    """Raise `JsonTooLarge` if `data` exceeds a limit. The check is exact up to the first character that is not JSON."""
+def _check_size(
+    data: bytes, max_values: int, max_nesting: int, max_members: int
+) -> None:
+    """Raise `JsonTooLarge` if `data` exceeds a limit. The check is exact up to the
+    first character that is not JSON."""
     too_many = JsonTooLarge(f"there are more than {max_values} values")
-    if data.count(b'"') - data.count(b'\\"') > 4 * max_values:  # a value is at most two strings: itself and its key
+    if (
+        data.count(b'"') - data.count(b'\\"') > 4 * max_values
+    ):  # a value is at most two strings: itself and its key
         raise too_many
     outside = _STRING.sub(b"", data)
     brackets = outside.count(b"[") + outside.count(b"{")
@@ -77,7 +99,9 @@ def _check_size(data: bytes, max_values: int, max_nesting: int, max_members: int
     if np.cumsum(steps, dtype=np.int32).max(initial=0) > max_nesting:
         raise JsonTooLarge(f"it is nested deeper than {max_nesting} levels")
     if brackets + outside.count(b":") > max_members:
-        raise JsonTooLarge(f"there are more than {max_members} keys, objects and arrays")
+        raise JsonTooLarge(
+            f"there are more than {max_members} keys, objects and arrays"
+        )
     if _LONG_NUMBER.search(outside):
         raise JsonTooLarge(f"a number has more than {MAX_NUMBER_LENGTH} characters")
 
@@ -88,7 +112,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise JsonError(f"the key {bounded(name, 80)!r} occurs twice in one object")
+                raise JsonError(
+                    f"the key {bounded(name, 80)!r} occurs twice in one object"
+                )
             seen.add(name)
     return members
 

@@ -1,7 +1,8 @@
-"""Vocabulary: the tokens of a tokenizer as bytes. `guided` needs nothing else of a tokenizer.
+"""Vocabulary: the tokens of a tokenizer as bytes. `guided` needs nothing else of a
+tokenizer.
 
-Every grammar library works on token bytes. `Vocabulary.encode` returns the tokenizer's own tokens for a text, which
-grammar libraries need where a constraint forces a text.
+Every grammar library works on token bytes. `Vocabulary.encode` returns the tokenizer's
+own tokens for a text, which grammar libraries need where a constraint forces a text.
 """
 
 from __future__ import annotations
@@ -31,18 +32,26 @@ _Packed = tuple[tuple[bytes, ...], tuple[int, ...], list[int], int, str, str]
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The tokens of a tokenizer as bytes. Frozen. Vocabularies are equal if their fingerprints are equal.
+    """The tokens of a tokenizer as bytes. Frozen. Vocabularies are equal if their
+    fingerprints are equal.
 
-    The bytes of an output are the concatenated bytes of its tokens. SentencePiece's dummy space is neither added nor
-    removed: `▁yes` is b" yes" at every position, so a constraint for `yes` starts with the piece `yes`.
+    The bytes of an output are the concatenated bytes of its tokens. SentencePiece's
+    dummy space is neither added nor removed: `▁yes` is b" yes" at every position, so a
+    constraint for `yes` starts with the piece `yes`.
 
     Args:
-        token_bytes: bytes of each token id. b"" for ids without bytes: special tokens, and holes in the numbering.
-        stop_token_ids: tokens that end an output. They are allowed exactly where the constraint is satisfied.
-        special_token_ids: tokens that are not text (bos, pad, role markers, ...). They are allowed only as stop tokens.
-        padded_vocab_size: width of the model's logits, usually >= vocab_size. Larger ids can't be sampled.
-        tokenizer_json: the text of a Hugging Face `tokenizer.json`, for canonical `encode`.
-        split_pattern: the regex of a `tekken.json` that splits a text into pieces, for canonical `encode`.
+        token_bytes: bytes of each token id. b"" for ids without bytes: special tokens,
+            and holes in the numbering.
+        stop_token_ids: tokens that end an output. They are allowed exactly where the
+            constraint is satisfied.
+        special_token_ids: tokens that are not text (bos, pad, role markers, ...). They
+            are allowed only as stop tokens.
+        padded_vocab_size: width of the model's logits, usually >= vocab_size. Larger
+            ids can't be sampled.
+        tokenizer_json: the text of a Hugging Face `tokenizer.json`, for canonical
+            `encode`.
+        split_pattern: the regex of a `tekken.json` that splits a text into pieces, for
+            canonical `encode`.
     """
 
     token_bytes: tuple[bytes, ...]
@@ -53,7 +62,11 @@ class Vocabulary:
     split_pattern: str = ""
 
     def __post_init__(self) -> None:
-        beyond = [token for token in self.stop_token_ids if not 0 <= token < self.padded_vocab_size]
+        beyond = [
+            token
+            for token in self.stop_token_ids
+            if not 0 <= token < self.padded_vocab_size
+        ]
         if beyond or not self.stop_token_ids:
             message = f"stop tokens {beyond} are not among the {self.padded_vocab_size} logits"
             missing = "the vocabulary has no stop token: say which ids end an output"
@@ -66,17 +79,24 @@ class Vocabulary:
 
     @cached_property
     def text_token_ids(self) -> tuple[int, ...]:
-        """The ids of text tokens, ascending: they have bytes and a logit, and are neither special nor stop tokens.
+        """The ids of text tokens, ascending: they have bytes and a logit, and are
+        neither special nor stop tokens.
 
-        Tokens with UTF-8-encoded surrogates are excluded: they cannot occur in valid UTF-8.
+        Tokens with UTF-8-encoded surrogates are excluded: they cannot occur in valid
+        UTF-8.
         """
         never = self.special_token_ids.union(self.stop_token_ids)
         tokens = enumerate(self.token_bytes[: self.padded_vocab_size])
-        return tuple(token for token, text in tokens if text and token not in never and not _SURROGATE.search(text))
+        return tuple(
+            token
+            for token, text in tokens
+            if text and token not in never and not _SURROGATE.search(text)
+        )
 
     @cached_property
     def text_mask(self) -> Bitmask:
-        """`text_token_ids` as a bitmask, int32 `[words]`. Callers must not change it."""
+        """`text_token_ids` as a bitmask, int32 `[words]`. Callers must not change
+        it."""
         return self.mask(self.text_token_ids)
 
     def mask(self, token_ids: Iterable[int]) -> Bitmask:
@@ -84,18 +104,27 @@ class Vocabulary:
         return pack(token_ids, self.padded_vocab_size)
 
     def allows_stop(self, row: Bitmask) -> bool:
-        """Return whether a library's mask allows the first stop token. `row`: int32 `[words]`."""
+        """Return whether a library's mask allows the first stop token. `row`: int32
+        `[words]`."""
         word, bit = divmod(self.stop_token_ids[0], 32)
         return bool(int(row[word]) >> bit & 1)
 
     @cached_property
     def special_names(self) -> dict[str, int]:
-        """The special tokens that a structural tag may name: name -> id. Empty without `tokenizer_json`."""
+        """The special tokens that a structural tag may name: name -> id. Empty without
+        `tokenizer_json`."""
         if not self.tokenizer_json:
             return {}
-        added = ((entry["content"], entry["id"]) for entry in json.loads(self.tokenizer_json)["added_tokens"])
+        added = (
+            (entry["content"], entry["id"])
+            for entry in json.loads(self.tokenizer_json)["added_tokens"]
+        )
         usable = self.special_token_ids.difference(self.stop_token_ids)
-        return {name: token for name, token in added if token in usable and token < self.padded_vocab_size}
+        return {
+            name: token
+            for name, token in added
+            if token in usable and token < self.padded_vocab_size
+        }
 
     @cached_property
     def _name_bytes(self) -> dict[int, bytes]:
@@ -104,7 +133,11 @@ class Vocabulary:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of 32 hex digits, equal for equal vocabularies in every process."""
-        ids = (self.stop_token_ids, sorted(self.special_token_ids), self.padded_vocab_size)
+        ids = (
+            self.stop_token_ids,
+            sorted(self.special_token_ids),
+            self.padded_vocab_size,
+        )
         packed = msgspec.msgpack.encode((self.token_bytes, ids))
         return hashlib.sha256(packed).hexdigest()[:32]
 
@@ -118,18 +151,23 @@ class Vocabulary:
         return f"Vocabulary({self.vocab_size} tokens, {self.padded_vocab_size} logits, {self.fingerprint[:8]})"
 
     def decode(self, token_ids: Iterable[int]) -> bytes:
-        """Return the concatenated bytes of tokens. Special and unknown tokens have no bytes."""
+        """Return the concatenated bytes of tokens. Special and unknown tokens have no
+        bytes."""
         size = self.vocab_size
-        return b"".join(self.token_bytes[token] for token in token_ids if 0 <= token < size)
+        return b"".join(
+            self.token_bytes[token] for token in token_ids if 0 <= token < size
+        )
 
     def spelled(self, token_ids: Iterable[int]) -> bytes:
-        """Return the text of tokens. Special tokens that a structural tag may name are spelled as their names."""
+        """Return the text of tokens. Special tokens that a structural tag may name are
+        spelled as their names."""
         contents = self.token_bytes
         names = self._name_bytes
         return b"".join(names.get(token) or contents[token] for token in token_ids)
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Return text tokens that spell exactly `text`: the tokenizer's own tokens, or else the longest matches.
+        """Return text tokens that spell exactly `text`: the tokenizer's own tokens, or
+        else the longest matches.
 
         Raises `InvalidRequest` if no text tokens spell it.
         """
@@ -147,7 +185,8 @@ class Vocabulary:
         return tokens + self._encode_greedily(data[len(self.decode(tokens)) :])
 
     def _encode_canonically(self, text: str) -> list[int]:
-        """Return the tokenizer's own tokens if they spell `text` exactly, without dummy space or normalization."""
+        """Return the tokenizer's own tokens if they spell `text` exactly, without dummy
+        space or normalization."""
         tokenize = self._tokenize
         if tokenize is None:
             return []
@@ -174,11 +213,14 @@ class Vocabulary:
                     start = end
                     break
             else:
-                raise InvalidRequest(f"no token of the vocabulary spells {data[start : start + 4]!r}")
+                raise InvalidRequest(
+                    f"no token of the vocabulary spells {data[start : start + 4]!r}"
+                )
         return tokens
 
     def beginning_with(self, texts: Iterable[bytes]) -> Bitmask:
-        """Return a mask of the text tokens that begin with one of `texts`: int32 `[words]`."""
+        """Return a mask of the text tokens that begin with one of `texts`: int32
+        `[words]`."""
         ids = self._sorted
         contents = self.token_bytes.__getitem__
         tokens: list[int] = []
@@ -188,7 +230,8 @@ class Vocabulary:
         return self.mask(tokens)
 
     def spelled_like(self, texts: Iterable[bytes]) -> Bitmask:
-        """Return a mask of the text tokens that are spelled like one of `texts`: int32 `[words]`."""
+        """Return a mask of the text tokens that are spelled like one of `texts`: int32
+        `[words]`."""
         by_bytes = self._by_bytes
         return self.mask([by_bytes[text] for text in texts if text in by_bytes])
 
@@ -203,7 +246,8 @@ class Vocabulary:
 
     @cached_property
     def _by_bytes(self) -> dict[bytes, int]:
-        # Later tokens replace earlier ones with the same bytes: SentencePiece's byte pieces precede its characters.
+        # Later tokens replace earlier ones with the same bytes: SentencePiece's byte
+        # pieces precede its characters.
         return {self.token_bytes[token]: token for token in self.text_token_ids}
 
     @cached_property
@@ -212,26 +256,41 @@ class Vocabulary:
 
     @cached_property
     def _tokenize(self) -> Callable[[str], list[int]] | None:
-        """The tokenizer's own encoding of a text, without special tokens. None: the tokenizer is unknown."""
+        """The tokenizer's own encoding of a text, without special tokens. None: the
+        tokenizer is unknown."""
         if self.tokenizer_json:
             tokenizer = Tokenizer.from_str(self.tokenizer_json)
             return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         if self.split_pattern:
-            from tiktoken import Encoding  # an optional dependency, for tekken.json only
+            from tiktoken import (
+                Encoding,
+            )  # an optional dependency, for tekken.json only
 
             ranks = dict(self._by_bytes)  # a token's id is its rank
-            pairs = Encoding("tekken", pat_str=self.split_pattern, mergeable_ranks=ranks, special_tokens={})
+            pairs = Encoding(
+                "tekken",
+                pat_str=self.split_pattern,
+                mergeable_ranks=ranks,
+                special_tokens={},
+            )
             return pairs.encode_ordinary
         return None
 
     def to_bytes(self) -> bytes:
         """Pack the vocabulary as msgpack, for `from_bytes` in any process."""
-        ids = self.stop_token_ids, sorted(self.special_token_ids), self.padded_vocab_size
-        return msgspec.msgpack.encode((self.token_bytes, *ids, self.tokenizer_json, self.split_pattern))
+        ids = (
+            self.stop_token_ids,
+            sorted(self.special_token_ids),
+            self.padded_vocab_size,
+        )
+        return msgspec.msgpack.encode(
+            (self.token_bytes, *ids, self.tokenizer_json, self.split_pattern)
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Vocabulary:
-        """Unpack a vocabulary that `to_bytes` packed. Raises `msgspec.MsgspecError` for other data."""
+        """Unpack a vocabulary that `to_bytes` packed. Raises `msgspec.MsgspecError` for
+        other data."""
         contents, stop, special, *others = msgspec.msgpack.decode(data, type=_Packed)
         return cls(contents, stop, frozenset(special), *others)
 
@@ -240,20 +299,26 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(
-        cls, tokenizer: Any, padded_vocab_size: int | None = None, stop_token_ids: Sequence[int] | None = None
+        cls,
+        tokenizer: Any,
+        padded_vocab_size: int | None = None,
+        stop_token_ids: Sequence[int] | None = None,
     ) -> Vocabulary:
-        """Read a Hugging Face fast tokenizer, a `tokenizers.Tokenizer`, or transformers' wrapper of mistral_common.
+        """Read a Hugging Face fast tokenizer, a `tokenizers.Tokenizer`, or
+        transformers' wrapper of mistral_common.
 
-        Byte 255, which no text contains, is not a token: llguidance marks special tokens with it.
+        Byte 255, which no text contains, is not a token: llguidance marks special
+        tokens with it.
 
         Args:
             tokenizer: duck-typed; neither transformers nor mistral_common is imported.
-            padded_vocab_size: width of the model's logits; the tokenizer's size if None.
+            padded_vocab_size: width of the model's logits; the tokenizer's size if
+                None.
             stop_token_ids: the tokenizer's `eos_token_id` if None.
 
         Raises:
-            InvalidRequest: the tokenizer has no stop token, or its tokens have no bytes of their own (WordPiece, slow
-                tokenizers).
+            InvalidRequest: the tokenizer has no stop token, or its tokens have no bytes
+                of their own (WordPiece, slow tokenizers).
         """
         if stop_token_ids is None:
             eos = getattr(tokenizer, "eos_token_id", None)
@@ -261,7 +326,9 @@ class Vocabulary:
                 stop_token_ids = ()
             else:
                 stop_token_ids = (eos,)
-        instruct = getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None)
+        instruct = getattr(
+            getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None
+        )
         if instruct is not None:
             path = os.fspath(instruct.tokenizer.file_path)
         else:
@@ -279,35 +346,62 @@ class Vocabulary:
             tokens = LLTokenizer(text, eos_token=0)
         except ValueError as error:
             message = f"the tokens of this tokenizer have no bytes of their own ({bounded(error)})"
-            message += ": byte-level BPE, SentencePiece-style and tekken tokenizers have"
+            message += (
+                ": byte-level BPE, SentencePiece-style and tekken tokenizers have"
+            )
             raise InvalidRequest(message, param="tokenizer") from None
-        special = {added["id"] for added in json.loads(text)["added_tokens"] if added["special"]}
+        special = {
+            added["id"]
+            for added in json.loads(text)["added_tokens"]
+            if added["special"]
+        }
         special.update(getattr(tokenizer, "all_special_ids", ()))
-        contents = [b"" if token in special else tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
+        contents = [
+            b"" if token in special else tokens.decode_bytes([token])
+            for token in range(tokens.vocab_size)
+        ]
         if padded_vocab_size is None:
             width = len(contents)
         else:
             width = padded_vocab_size
-        return cls(tuple(contents), tuple(dict.fromkeys(stop_token_ids)), frozenset(special), width, text)
+        return cls(
+            tuple(contents),
+            tuple(dict.fromkeys(stop_token_ids)),
+            frozenset(special),
+            width,
+            text,
+        )
 
     @classmethod
     def from_tekken(
-        cls, path: str | os.PathLike[str], padded_vocab_size: int | None = None, stop_token_ids: Sequence[int] = (2,)
+        cls,
+        path: str | os.PathLike[str],
+        padded_vocab_size: int | None = None,
+        stop_token_ids: Sequence[int] = (2,),
     ) -> Vocabulary:
-        """Read a `tekken.json` (Mistral's tiktoken-like format), in which token 2 is always `</s>`."""
+        """Read a `tekken.json` (Mistral's tiktoken-like format), in which token 2 is
+        always `</s>`."""
         with open(path, encoding="utf-8") as file:
             document = json.load(file)
         config = document["config"]
         num_special = config["default_num_special_tokens"]
         ordinary = document["vocab"][: config["default_vocab_size"] - num_special]
-        contents = [b""] * num_special + [base64.b64decode(entry["token_bytes"]) for entry in ordinary]
+        contents = [b""] * num_special + [
+            base64.b64decode(entry["token_bytes"]) for entry in ordinary
+        ]
         if padded_vocab_size is None:
             width = len(contents)
         else:
             width = padded_vocab_size
         special = frozenset(range(num_special))
         pattern = config["pattern"]
-        return cls(tuple(contents), tuple(stop_token_ids), special, width, split_pattern=pattern)
+        return cls(
+            tuple(contents),
+            tuple(stop_token_ids),
+            special,
+            width,
+            split_pattern=pattern,
+        )
 
 
 def valid_utf8(data: bytes) -> int:

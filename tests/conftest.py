@@ -1,7 +1,8 @@
-"""Shared fixtures: a tiny tokenizer and a tiny model, made here without downloads, and a local Ray.
+"""Shared fixtures: a tiny tokenizer and a tiny model, made here without downloads, and
+a local Ray.
 
-torch and transformers are imported by fixtures: xdist's own process, which runs no test, would need seconds for them
-before the others start.
+torch and transformers are imported by fixtures: xdist's own process, which runs no
+test, would need seconds for them before the others start.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ if TYPE_CHECKING:
 
     from engine.model.loader import LoadedModel
 
-# On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones. A busy
-# machine and examples that are thrown away are no failures.
-QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+# On CI the examples are fixed, so that a failure is due to the change. Elsewhere each
+# run tries new ones. A busy machine and examples that are thrown away are no failures.
+QUIET = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
 settings.register_profile("local", QUIET, max_examples=40)
 settings.register_profile("ci", QUIET, max_examples=40, derandomize=True)
 settings.register_profile("fuzz", QUIET, max_examples=5000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-# A process in the background of a shell ignores SIGINT, and its children inherit that. Tests send SIGINT to children.
+# A process in the background of a shell ignores SIGINT, and its children inherit that.
+# Tests send SIGINT to children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CORPUS = [
@@ -57,17 +62,28 @@ LONGEST = (
     "test_replays.py",
 )
 WAITING = ("actors", "deploy", "examples", "faults", "server", "test_docs.py")
-"""Where tests start servers and clusters, and mostly wait for them: the files that take minutes."""
+"""Where tests start servers and clusters, and mostly wait for them: the files that take
+minutes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Alternate files that mostly wait, the longest first, and files that compute, which are short and come last.
+    """Alternate files that mostly wait, the longest first, and files that compute,
+    which are short and come last.
 
-    With several processes (`-n`), xdist's own order ends with files that take minutes, and one process is left alone.
+    With several processes (`-n`), xdist's own order ends with files that take minutes,
+    and one process is left alone.
     """
     files = list(dict.fromkeys(item.path for item in items))
-    waiting = [path for path in files if path.relative_to(Path(__file__).parent).parts[0] in WAITING]
-    waiting.sort(key=lambda path: LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST))
+    waiting = [
+        path
+        for path in files
+        if path.relative_to(Path(__file__).parent).parts[0] in WAITING
+    ]
+    waiting.sort(
+        key=lambda path: (
+            LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST)
+        )
+    )
     computing = [path for path in files if path not in waiting]
     rank = {path: 2 * number for number, path in enumerate(waiting)}
     rank |= {path: 2 * number + 1 for number, path in enumerate(computing)}
@@ -76,7 +92,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def single_threaded() -> None:
-    """Tiny models gain nothing from threads, and on busy cores OpenMP's spinning barriers make them slow."""
+    """Tiny models gain nothing from threads, and on busy cores OpenMP's spinning
+    barriers make them slow."""
     import torch
 
     torch.set_num_threads(1)
@@ -84,14 +101,22 @@ def single_threaded() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 600 tokens for any UTF-8 text. Most non-ASCII characters take several tokens."""
+    """A byte-level BPE of 600 tokens for any UTF-8 text. Most non-ASCII characters take
+    several tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|begin|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    special = [
+        "<|begin|>",
+        "<|end|>",
+        "<|pad|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|system|>",
+    ]
     trainer = trainers.BpeTrainer(
         vocab_size=600,
         special_tokens=special,
@@ -111,10 +136,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face checkpoint of a random Llama with `tiny_tokenizer`, with logits padded to 640.
+def tiny_llama_dir(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A Hugging Face checkpoint of a random Llama with `tiny_tokenizer`, with logits
+    padded to 640.
 
-    The weights are large, so that the best tokens differ clearly and outputs don't repeat themselves.
+    The weights are large, so that the best tokens differ clearly and outputs don't
+    repeat themselves.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -149,8 +178,8 @@ def tiny_model(tiny_llama_dir: Path) -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """A local Ray, started once and shared by all pools. Their processes know the backend "faulty"
-    (`faulty_backend`)."""
+    """A local Ray, started once and shared by all pools. Their processes know the
+    backend "faulty" (`faulty_backend`)."""
     import faulty_backend
 
     from actors.cluster import Cluster

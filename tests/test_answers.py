@@ -11,7 +11,10 @@ import pytest
 from benchmarks.answers.scoring import Score, score
 from benchmarks.answers.tasks import TASKS, Task
 
-ITEM = {"type": "object", "properties": {"name": {"type": "string"}, "price": {"type": "number"}}}
+ITEM = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "price": {"type": "number"}},
+}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -25,7 +28,12 @@ SCHEMA: dict[str, Any] = {
 TASK = Task(
     "nested lists",
     "…",
-    {"customer": ("Eva", "Mrs. Eva"), "note": None, "items": [{"name": "pen", "price": 2}], "stock": {"pen": 7}},
+    {
+        "customer": ("Eva", "Mrs. Eva"),
+        "note": None,
+        "items": [{"name": "pen", "price": 2}],
+        "stock": {"pen": 7},
+    },
     SCHEMA,
 )
 RIGHT = '{"customer":"Eva","note":null,"items":[{"name":"pen","price":2}],"stock":{"pen":7}}'
@@ -35,7 +43,14 @@ RIGHT = '{"customer":"Eva","note":null,"items":[{"name":"pen","price":2}],"stock
     ("text", "right", "exact", "invented"),
     [
         (RIGHT, 5, True, 0),
-        (RIGHT.replace('"Eva"', '"mrs. EVA"').replace(":2", ":2.0").replace('"note":null,', ""), 5, True, 0),
+        (
+            RIGHT.replace('"Eva"', '"mrs. EVA"')
+            .replace(":2", ":2.0")
+            .replace('"note":null,', ""),
+            5,
+            True,
+            0,
+        ),
         (f"Here you are:\n```json\n{RIGHT}\n```", 5, True, 0),
         (RIGHT.replace("null", '"urgent"'), 4, False, 0),
         (RIGHT.replace("7", "true"), 4, False, 0),
@@ -49,7 +64,12 @@ RIGHT = '{"customer":"Eva","note":null,"items":[{"name":"pen","price":2}],"stock
 )
 def test_json_answers(text: str, right: int, exact: bool, invented: int) -> None:
     outcome = score(TASK, text)
-    assert (outcome.right, outcome.expected, outcome.exact, outcome.invented) == (right, 5, exact, invented)
+    assert (outcome.right, outcome.expected, outcome.exact, outcome.invented) == (
+        right,
+        5,
+        exact,
+        invented,
+    )
 
 
 def test_blanks_in_strings_do_not_count() -> None:
@@ -69,11 +89,16 @@ def test_expected_answers_meet_the_constraints(task: Task) -> None:
     if task.schema is not None:
         jsonschema.validate(value, task.schema)
     outcome = score(task, text)
-    assert (outcome.right, outcome.exact, outcome.invented) == (outcome.expected, True, 0)
+    assert (outcome.right, outcome.exact, outcome.invented) == (
+        outcome.expected,
+        True,
+        0,
+    )
 
 
 def first_spelling(expected: Any) -> Any:
-    """Return an expected value with the first of the ways in which a part may be written."""
+    """Return an expected value with the first of the ways in which a part may be
+    written."""
     if isinstance(expected, tuple):
         return expected[0]
     if isinstance(expected, list):

@@ -1,8 +1,9 @@
-"""The documentation names what exists, and its snippets, and the examples, print what they say.
+"""The documentation names what exists, and its snippets, and the examples, print what
+they say.
 
-A fence ```sh or ```python is run, in a fresh shell in a folder that looks like the checkout. A fence ```text after it
-is what it prints; there … stands for anything. A fence ```console is not run: it does not end, or needs vLLM or a
-cluster.
+A fence ```sh or ```python is run, in a fresh shell in a folder that looks like the
+checkout. A fence ```text after it is what it prints; there … stands for anything. A
+fence ```console is not run: it does not end, or needs vLLM or a cluster.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ FOLDERS = {
     for path in (ROOT / package).rglob("*.py")
 }
 RUN_ELSEWHERE = ("benchmarks.md", "clients.md", "vllm.md")
-"""Pages with code that takes long, or needs packages that exclude ours (`make test-clients`, `make test-vllm`)."""
+"""Pages with code that takes long, or needs packages that exclude ours (`make
+test-clients`, `make test-vllm`)."""
 ADDRESS = "http://127.0.0.1:8000"
 """The server of the documentation."""
 OTHER_OPTIONS = {"--build-arg", "--help"}
@@ -59,17 +61,23 @@ def snippets() -> list[Snippet]:
     all_pages = []
     for page in PAGES:
         found = re.findall(
-            r"^```(sh|python)\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", page.read_text(), re.MULTILINE | re.DOTALL
+            r"^```(sh|python)\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?",
+            page.read_text(),
+            re.MULTILINE | re.DOTALL,
         )
         if page.name not in RUN_ELSEWHERE:
             for number, (language, code, printed) in enumerate(found, 1):
-                all_pages.append(Snippet(page.name, number, language, code, printed or None))
+                all_pages.append(
+                    Snippet(page.name, number, language, code, printed or None)
+                )
     return all_pages
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with serving("--pool", "inline", "--compile-seconds", "60") as process:  # a busy machine imports xgrammar slowly
+    with serving(
+        "--pool", "inline", "--compile-seconds", "60"
+    ) as process:  # a busy machine imports xgrammar slowly
         yield process.url
 
 
@@ -83,7 +91,10 @@ def script_host() -> Iterator[ScriptHost]:
 
 @pytest.mark.parametrize("snippet", snippets(), ids=str)
 def test_snippets_print_what_the_page_says(
-    snippet: Snippet, request: pytest.FixtureRequest, script_host: ScriptHost, tmp_path: Path
+    snippet: Snippet,
+    request: pytest.FixtureRequest,
+    script_host: ScriptHost,
+    tmp_path: Path,
 ) -> None:
     code, printed = snippet.code, snippet.printed
     if '"smollm2"' in code:
@@ -93,20 +104,37 @@ def test_snippets_print_what_the_page_says(
             pytest.skip(str(error))
     if ADDRESS in code:
         url = request.getfixturevalue("server")
-        code, printed = code.replace(ADDRESS, url), printed and printed.replace(ADDRESS, url)
+        code, printed = (
+            code.replace(ADDRESS, url),
+            printed and printed.replace(ADDRESS, url),
+        )
     for entry in ROOT.iterdir():
         if not entry.name.startswith("."):
             (tmp_path / entry.name).symlink_to(entry)
     (tmp_path / "snippet").write_text(code)
     script = re.fullmatch(r"python (\S+\.py) *(?:#.*)?\n", code)
     if snippet.language == "python" or script:
-        found = script_host.run(tmp_path / (script[1] if script else "snippet"), tmp_path)
+        found = script_host.run(
+            tmp_path / (script[1] if script else "snippet"), tmp_path
+        )
     else:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+        environment = {
+            **os.environ,
+            "PATH": path,
+            "PYTHONPATH": str(ROOT),
+            "COLUMNS": "120",
+        }
         environment["OMP_NUM_THREADS"] = "1"
         command = ["bash", "-euo", "pipefail", "snippet"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
         assert done.returncode == 0, done.stderr
         found = done.stdout
     if printed is not None:
@@ -124,7 +152,9 @@ def test_each_offline_answer_satisfies_its_constraint(script_host: ScriptHost) -
 
 
 def test_draft_tokens_need_fewer_steps_than_tokens(script_host: ScriptHost) -> None:
-    answer, figures = script_host.run(ROOT / "examples/draft_tokens.py", ROOT).splitlines()
+    answer, figures = script_host.run(
+        ROOT / "examples/draft_tokens.py", ROOT
+    ).splitlines()
     assert json.loads(answer) == {"name": "Anna Weber", "age": 47}
     counts = re.fullmatch(r"(\d+) tokens, (\d+) forward passes", figures)
     assert counts is not None
@@ -137,7 +167,9 @@ def test_links_have_targets(page: Path) -> None:
         if "://" not in target:
             assert (page.parent / target).exists(), target
             if anchor:
-                assert anchor in _anchors(page.parent / target if target else page), f"{target}#{anchor}"
+                assert anchor in _anchors(page.parent / target if target else page), (
+                    f"{target}#{anchor}"
+                )
 
 
 def _anchors(page: Path) -> set[str]:
@@ -149,7 +181,8 @@ def _anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page: Path) -> None:
     for name in re.findall(
-        r"`((?:guided|actors|engine|deploy|benchmarks|tests|docs|examples)/[\w./-]+\.\w+)`", page.read_text()
+        r"`((?:guided|actors|engine|deploy|benchmarks|tests|docs|examples)/[\w./-]+\.\w+)`",
+        page.read_text(),
     ):
         assert (ROOT / name).exists(), name
 
@@ -157,7 +190,12 @@ def test_files_that_are_named_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_that_are_named_exist(page: Path) -> None:
     commands = get_command(app).commands.values()
-    known = {each for command in commands for param in command.params for each in (*param.opts, *param.secondary_opts)}
+    known = {
+        each
+        for command in commands
+        for param in command.params
+        for each in (*param.opts, *param.secondary_opts)
+    }
     if page.name not in RUN_ELSEWHERE:
         pattern = r"(?:^|`)(guided (?:serve|check|doctor) [^`\n#]*|--[^`\n]*)"
         called = " ".join(re.findall(pattern, page.read_text(), re.MULTILINE))
@@ -165,7 +203,12 @@ def test_options_that_are_named_exist(page: Path) -> None:
 
 
 def test_metrics_that_are_named_exist(server: str) -> None:
-    text = (ROOT / "docs" / "http-reference.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]
+    text = (
+        (ROOT / "docs" / "http-reference.md")
+        .read_text()
+        .partition("## Metrics")[2]
+        .partition("\n## ")[0]
+    )
     named = set(re.findall(r"`([a-z_]+)(?:\{\w+(?:,\w+)*\})?`", text)) - {"guided_"}
     assert len(named) > 30
     exposed = httpx.get(f"{server}/metrics").text
@@ -174,7 +217,11 @@ def test_metrics_that_are_named_exist(server: str) -> None:
 
 
 def test_design_names_each_folder_once_and_nothing_else() -> None:
-    listed = re.findall(r"^\| `([\w/]+/)` \|", (ROOT / "docs" / "design.md").read_text(), flags=re.MULTILINE)
+    listed = re.findall(
+        r"^\| `([\w/]+/)` \|",
+        (ROOT / "docs" / "design.md").read_text(),
+        flags=re.MULTILINE,
+    )
     assert sorted(listed) == sorted(FOLDERS)
 
 
@@ -183,18 +230,28 @@ def test_failure_model_names_existing_tests_in_every_row() -> None:
     named = re.findall(r"`([\w/]+\.py)((?:::\w+)+)`", text)
     assert len(named) > 40
     for file, path in named:
-        source = (ROOT / file if "/" in file else ROOT / "tests" / "faults" / file).read_text()
+        source = (
+            ROOT / file if "/" in file else ROOT / "tests" / "faults" / file
+        ).read_text()
         for name in path.removeprefix("::").split("::"):
-            assert re.search(rf"^ *(?:class|(?:async )?def) {name}\b", source, re.MULTILINE), f"{file}{path}"
+            assert re.search(
+                rf"^ *(?:class|(?:async )?def) {name}\b", source, re.MULTILINE
+            ), f"{file}{path}"
     tables = text.partition("## What can go wrong")[2].partition("\n## ")[0]
-    rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith("| what goes wrong")]
+    rows = [
+        line
+        for line in tables.splitlines()
+        if line.startswith("| ") and not line.startswith("| what goes wrong")
+    ]
     assert len(rows) > 30
     for row in rows:
         assert "::test_" in row, row
 
 
 def test_coverage_is_what_the_code_says() -> None:
-    assert coverage.PAGE.read_text() == coverage.page(), "run python -m benchmarks.coverage"
+    assert coverage.PAGE.read_text() == coverage.page(), (
+        "run python -m benchmarks.coverage"
+    )
 
 
 def test_fields_are_what_the_code_says() -> None:

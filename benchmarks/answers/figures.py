@@ -23,7 +23,11 @@ COLUMNS = {
     "tokens_per_second": "tokens/s",
     "failed": "failed",
 }
-BY_KIND = {"way": "way", "sampling": "sampling", **{kind: f"{kind}, %" for kind in KINDS}}
+BY_KIND = {
+    "way": "way",
+    "sampling": "sampling",
+    **{kind: f"{kind}, %" for kind in KINDS},
+}
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,23 @@ def figures(results: Sequence[Result]) -> dict[str, Any]:
     scores = [result.score for result in results]
     answered = [result for result in results if not result.answer.failure]
     tokens = [result.answer.tokens for result in answered]
-    row: dict[str, Any] = {"answers": len(results), "failed": len(results) - len(answered)}
+    row: dict[str, Any] = {
+        "answers": len(results),
+        "failed": len(results) - len(answered),
+    }
     row["right"] = _percent(score.right / score.expected for score in scores)
     row["exact"] = _percent(score.exact for score in scores)
     row["stop"] = _percent(result.choice.finish_reason == "stop" for result in results)
     row["invented"] = sum(score.invented for score in scores)
     row["tokens"] = round(statistics.mean(tokens), 1) if tokens else None
-    row["blanks"] = _percent(score.blanks for score in scores if score.blanks is not None)
+    row["blanks"] = _percent(
+        score.blanks for score in scores if score.blanks is not None
+    )
     for kind in KINDS:
         row[kind] = _percent(
-            result.score.right / result.score.expected for result in results if result.task.kind == kind
+            result.score.right / result.score.expected
+            for result in results
+            if result.task.kind == kind
         )
     return row
 

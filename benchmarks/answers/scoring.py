@@ -30,11 +30,13 @@ class Score:
     invented: int = 0
     """Number of keys that the schema does not name."""
     blanks: float | None = None
-    """Whitespace outside of strings, as a share of the characters. None if the answer is not JSON by its task."""
+    """Whitespace outside of strings, as a share of the characters. None if the answer
+    is not JSON by its task."""
 
 
 def score(task: Task, text: str) -> Score:
-    """Compare the text of an answer with the expected one. A text that is not JSON has no right field."""
+    """Compare the text of an answer with the expected one. A text that is not JSON has
+    no right field."""
     if task.schema is None:
         exact = same(text, task.expected)
         return Score(int(exact), 1, exact)
@@ -46,15 +48,30 @@ def score(task: Task, text: str) -> Score:
     except (ValueError, RecursionError):
         found = {}
     # An optional field without a value may be left out.
-    right = sum(same(found.get(path), value) for path, value in expected.items()) if found else 0
-    others = [path for path, value in found.items() if path not in expected and value is not None]
+    right = (
+        sum(same(found.get(path), value) for path, value in expected.items())
+        if found
+        else 0
+    )
+    others = [
+        path
+        for path, value in found.items()
+        if path not in expected and value is not None
+    ]
     outside = _STRING.sub("", text)
     blanks = sum(map(str.isspace, outside)) / max(1, len(text))
-    return Score(right, len(expected), right == len(expected) and not others, invented_keys(task, body), blanks)
+    return Score(
+        right,
+        len(expected),
+        right == len(expected) and not others,
+        invented_keys(task, body),
+        blanks,
+    )
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the path and the value of each field. Empty objects and lists are values."""
+    """Yield the path and the value of each field. Empty objects and lists are
+    values."""
     if isinstance(value, dict) and value:
         for key, part in value.items():
             yield from leaves(part, (*path, key))
@@ -66,7 +83,8 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Return whether a value is the expected one, regardless of case, outer blanks and a final full stop."""
+    """Return whether a value is the expected one, regardless of case, outer blanks and
+    a final full stop."""
     if isinstance(expected, tuple):
         return any(same(found, value) for value in expected)
     if isinstance(found, str) and isinstance(expected, str):
@@ -81,7 +99,8 @@ def _plain(text: str) -> str:
 
 
 def invented_keys(task: Task, text: str) -> int:
-    """Return the number of keys in a text, which may be cut, that the task's schema does not name."""
+    """Return the number of keys in a text, which may be cut, that the task's schema
+    does not name."""
     assert task.schema is not None
     try:
         value = from_json(text, allow_partial="trailing-strings")
@@ -99,8 +118,16 @@ def _invented(value: Any, schemas: list[Any], root: dict[str, Any]) -> int:
         return 0
     count = 0
     for key, member in value.items():
-        named = [part["properties"][key] for part in parts if key in part.get("properties", {})]
-        named += [part["additionalProperties"] for part in parts if "additionalProperties" in part]
+        named = [
+            part["properties"][key]
+            for part in parts
+            if key in part.get("properties", {})
+        ]
+        named += [
+            part["additionalProperties"]
+            for part in parts
+            if "additionalProperties" in part
+        ]
         count += _invented(member, named, root) if named else 1
     return count
 

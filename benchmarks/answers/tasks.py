@@ -1,7 +1,8 @@
 """Tasks with one right answer each, as applications send them to a model.
 
-The schemas are written by pydantic, by zod (`z.toJSONSchema`), or by hand: none says `additionalProperties: false`.
-Tasks ask for a call of a function with a schema, because the model's chat template has no tools.
+The schemas are written by pydantic, by zod (`z.toJSONSchema`), or by hand: none says
+`additionalProperties: false`. Tasks ask for a call of a function with a schema, because
+the model's chat template has no tools.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel, Field
 
 Schema: TypeAlias = dict[str, Any]
-KINDS = ("extraction", "nested lists", "classification", "tool calls", "regex and choice")
+KINDS = (
+    "extraction",
+    "nested lists",
+    "classification",
+    "tool calls",
+    "regex and choice",
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,8 @@ class Task:
     kind: str
     prompt: str
     expected: Any
-    """The right answer. A tuple stands for a value that may be written in several ways."""
+    """The right answer. A tuple stands for a value that may be written in several
+    ways."""
     schema: Schema | None = None
     regex: str | None = None
     choice: tuple[str, ...] | None = None
@@ -41,12 +49,18 @@ class Task:
         return [*system, {"role": "user", "content": prompt}]
 
     def constraint(self) -> dict[str, Any]:
-        """Return the fields of a request that constrain the answer, as users of vLLM send them."""
+        """Return the fields of a request that constrain the answer, as users of vLLM
+        send them."""
         if self.regex is not None:
             return {"structured_outputs": {"regex": self.regex}}
         if self.choice is not None:
             return {"structured_outputs": {"choice": list(self.choice)}}
-        return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.schema}}}
+        return {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": self.schema},
+            }
+        }
 
 
 def zod(properties: Schema, optional: tuple[str, ...] = ()) -> Schema:
@@ -144,7 +158,12 @@ class Birth(BaseModel):
 
 MEETING: Schema = {
     "type": "object",
-    "properties": {"title": STRING, "date": {"type": "string", "format": "date"}, "time": STRING, "room": STRING},
+    "properties": {
+        "title": STRING,
+        "date": {"type": "string", "format": "date"},
+        "time": STRING,
+        "room": STRING,
+    },
     "required": ["title", "date", "time", "room"],
 }
 FLIGHT: Schema = {
@@ -156,11 +175,24 @@ FLIGHT: Schema = {
     },
     "required": ["flight_number", "from", "to"],
 }
-MOVIE = zod({"title": STRING, "director": STRING, "year": INTEGER, "rating": {**NUMBER, "minimum": 0, "maximum": 10}})
+MOVIE = zod(
+    {
+        "title": STRING,
+        "director": STRING,
+        "year": INTEGER,
+        "rating": {**NUMBER, "minimum": 0, "maximum": 10},
+    }
+)
 JOB = zod({"title": STRING, "company": STRING, "salary": NUMBER, "remote": BOOLEAN})
 
 
-def extraction(prompt: str, model: type[BaseModel] | Schema, expected: Any, *, show_schema: bool = False) -> Task:
+def extraction(
+    prompt: str,
+    model: type[BaseModel] | Schema,
+    expected: Any,
+    *,
+    show_schema: bool = False,
+) -> Task:
     schema = model if isinstance(model, dict) else model.model_json_schema()
     return Task("extraction", prompt, expected, schema, show_schema=show_schema)
 
@@ -196,7 +228,12 @@ EXTRACTION = [
     extraction(
         'Extract the meeting as JSON: The meeting "Budget review" takes place on 2031-05-17 at 14:30 in room 204.',
         MEETING,
-        {"title": "Budget review", "date": "2031-05-17", "time": "14:30", "room": ("204", "room 204")},
+        {
+            "title": "Budget review",
+            "date": "2031-05-17",
+            "time": "14:30",
+            "room": ("204", "room 204"),
+        },
     ),
     extraction(
         "Extract the product. The lamp Aurora is blue, costs 39.90 euros and is in stock.",
@@ -217,34 +254,65 @@ EXTRACTION = [
     extraction(
         "Extract the flight as JSON: Flight LH 454 goes from Frankfurt to San Francisco.",
         FLIGHT,
-        {"flight_number": ("LH 454", "LH454"), "from": "Frankfurt", "to": "San Francisco"},
+        {
+            "flight_number": ("LH 454", "LH454"),
+            "from": "Frankfurt",
+            "to": "San Francisco",
+        },
     ),
     extraction(
         'Return the movie as JSON. "Silent Rivers" (2009), directed by Ana Costa, has a rating of 7.8 out of 10.',
         MOVIE,
-        {"title": "Silent Rivers", "director": "Ana Costa", "year": 2009, "rating": 7.8},
+        {
+            "title": "Silent Rivers",
+            "director": "Ana Costa",
+            "year": 2009,
+            "rating": 7.8,
+        },
         show_schema=True,
     ),
     extraction(
         "Extract the customer and the address as JSON: Lena Fischer lives at 12 Park Street, 10115 Berlin.",
         Customer,
-        {"name": "Lena Fischer", "address": {"street": "12 Park Street", "zip_code": "10115", "city": "Berlin"}},
+        {
+            "name": "Lena Fischer",
+            "address": {
+                "street": "12 Park Street",
+                "zip_code": "10115",
+                "city": "Berlin",
+            },
+        },
     ),
     extraction(
         "Extract the job as JSON with title, company, salary and remote: "
         "Northwind is hiring a data engineer for 85000 dollars a year. The job is remote.",
         JOB,
-        {"title": "data engineer", "company": "Northwind", "salary": 85000, "remote": True},
+        {
+            "title": "data engineer",
+            "company": "Northwind",
+            "salary": 85000,
+            "remote": True,
+        },
     ),
     extraction(
         "Extract the weather as JSON: It is sunny in Madrid, 31 degrees Celsius, with a humidity of 40 percent.",
         Weather,
-        {"city": "Madrid", "temperature_celsius": 31, "humidity": 40, "condition": "sunny"},
+        {
+            "city": "Madrid",
+            "temperature_celsius": 31,
+            "humidity": 40,
+            "condition": "sunny",
+        },
     ),
     extraction(
         "Extract the order. Order B-93: Susan Miller orders 4 chairs, with express delivery.",
         Order,
-        {"order_id": "B-93", "customer": "Susan Miller", "quantity": 4, "express": True},
+        {
+            "order_id": "B-93",
+            "customer": "Susan Miller",
+            "quantity": 4,
+            "express": True,
+        },
         show_schema=True,
     ),
     extraction(
@@ -344,12 +412,19 @@ class Company(BaseModel):
 
 CITIES: Schema = {
     "type": "array",
-    "items": {"type": "object", "properties": {"city": STRING, "country": STRING}, "required": ["city", "country"]},
+    "items": {
+        "type": "object",
+        "properties": {"city": STRING, "country": STRING},
+        "required": ["city", "country"],
+    },
 }
 LANGUAGES = zod(
     {
         "name": STRING,
-        "languages": {"type": "array", "items": {"type": "string", "enum": ["Spanish", "French", "German"]}},
+        "languages": {
+            "type": "array",
+            "items": {"type": "string", "enum": ["Spanish", "French", "German"]},
+        },
     }
 )
 READINGS = zod({"sensor": STRING, "values": {"type": "array", "items": NUMBER}})
@@ -372,7 +447,13 @@ SCHEDULE: Schema = {
 }
 
 
-def lists(prompt: str, model: type[BaseModel] | Schema, expected: Any, *, show_schema: bool = False) -> Task:
+def lists(
+    prompt: str,
+    model: type[BaseModel] | Schema,
+    expected: Any,
+    *,
+    show_schema: bool = False,
+) -> Task:
     schema = model if isinstance(model, dict) else model.model_json_schema()
     return Task("nested lists", prompt, expected, schema, show_schema=show_schema)
 
@@ -381,7 +462,13 @@ NESTED_LISTS = [
     lists(
         "Extract the purchase as JSON: John Smith bought 2 apples and 3 pears.",
         Cart,
-        {"customer": "John Smith", "items": [{"name": "apples", "quantity": 2}, {"name": "pears", "quantity": 3}]},
+        {
+            "customer": "John Smith",
+            "items": [
+                {"name": "apples", "quantity": 2},
+                {"name": "pears", "quantity": 3},
+            ],
+        },
     ),
     lists(
         "Extract the purchase. Rosa bought 1 hammer, 20 nails and 5 screws.",
@@ -449,7 +536,12 @@ NESTED_LISTS = [
     lists(
         "Extract the schedule as JSON: On Monday there are math and music. On Tuesday there is biology.",
         SCHEDULE,
-        {"days": [{"day": "Monday", "lessons": ["math", "music"]}, {"day": "Tuesday", "lessons": ["biology"]}]},
+        {
+            "days": [
+                {"day": "Monday", "lessons": ["math", "music"]},
+                {"day": "Tuesday", "lessons": ["biology"]},
+            ]
+        },
     ),
     lists(
         "Extract the scores of all players as JSON: Anna has 12 points, Ben has 7 points and Carla has 9 points.",
@@ -472,7 +564,10 @@ NESTED_LISTS = [
     lists(
         "Extract the family as JSON with parent and children: Karen has two children, Leo (8 years) and Mia (5 years).",
         Family,
-        {"parent": "Karen", "children": [{"name": "Leo", "age": 8}, {"name": "Mia", "age": 5}]},
+        {
+            "parent": "Karen",
+            "children": [{"name": "Leo", "age": 8}, {"name": "Mia", "age": 5}],
+        },
     ),
     lists(
         "Extract name and languages as JSON: Julia speaks French and German.",
@@ -484,7 +579,10 @@ NESTED_LISTS = [
         Company,
         {
             "company": "Acme",
-            "departments": [{"name": "sales", "employees": ["Bob", "Eve"]}, {"name": "support", "employees": ["Carl"]}],
+            "departments": [
+                {"name": "sales", "employees": ["Bob", "Eve"]},
+                {"name": "support", "employees": ["Carl"]},
+            ],
         },
         show_schema=True,
     ),
@@ -527,13 +625,31 @@ class Animal(BaseModel):
 
 LANGUAGE: Schema = {
     "type": "object",
-    "properties": {"language": {"type": "string", "enum": ["English", "French", "Spanish", "German"]}},
+    "properties": {
+        "language": {
+            "type": "string",
+            "enum": ["English", "French", "Spanish", "German"],
+        }
+    },
     "required": ["language"],
 }
-INTENT = zod({"intent": {"type": "string", "enum": ["greeting", "question", "complaint", "order"]}})
+INTENT = zod(
+    {
+        "intent": {
+            "type": "string",
+            "enum": ["greeting", "question", "complaint", "order"],
+        }
+    }
+)
 
 
-def classification(prompt: str, model: type[BaseModel] | Schema, expected: Any, *, show_schema: bool = False) -> Task:
+def classification(
+    prompt: str,
+    model: type[BaseModel] | Schema,
+    expected: Any,
+    *,
+    show_schema: bool = False,
+) -> Task:
     schema = model if isinstance(model, dict) else model.model_json_schema()
     return Task("classification", prompt, expected, schema, show_schema=show_schema)
 
@@ -599,7 +715,9 @@ CLASSIFICATION = [
         {"animal": ("salmon", "the salmon"), "group": "fish"},
     ),
     classification(
-        "Which language is this? Bonjour, comment allez-vous aujourd'hui?", LANGUAGE, {"language": "French"}
+        "Which language is this? Bonjour, comment allez-vous aujourd'hui?",
+        LANGUAGE,
+        {"language": "French"},
     ),
     classification(
         "Classify the intent of the message as JSON: Hello! Good morning to you.",
@@ -612,7 +730,9 @@ CLASSIFICATION = [
 # Tool calls
 
 
-def function(name: str, description: str, properties: Schema, optional: tuple[str, ...] = ()) -> Schema:
+def function(
+    name: str, description: str, properties: Schema, optional: tuple[str, ...] = ()
+) -> Schema:
     """Return a function as OpenAI's API describes it."""
     required = [key for key in properties if key not in optional]
     parameters = {"type": "object", "properties": properties, "required": required}
@@ -624,21 +744,38 @@ WEATHER = function(
     "Get the current weather in a city",
     {"city": STRING, "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}},
 )
-TIMER = function("set_timer", "Set a timer", {"minutes": {"type": "integer", "minimum": 1}})
+TIMER = function(
+    "set_timer", "Set a timer", {"minutes": {"type": "integer", "minimum": 1}}
+)
 MAIL = function("send_email", "Send an email", {"to": STRING, "subject": STRING})
 SEARCH = function(
-    "search_products", "Search products in the shop", {"query": STRING, "max_price": NUMBER}, optional=("max_price",)
+    "search_products",
+    "Search products in the shop",
+    {"query": STRING, "max_price": NUMBER},
+    optional=("max_price",),
 )
-CONVERT = function("convert_currency", "Convert an amount of money", {"amount": NUMBER, "from": STRING, "to": STRING})
-LIGHT = function("set_light", "Turn the light of a room on or off", {"room": STRING, "on": BOOLEAN})
+CONVERT = function(
+    "convert_currency",
+    "Convert an amount of money",
+    {"amount": NUMBER, "from": STRING, "to": STRING},
+)
+LIGHT = function(
+    "set_light", "Turn the light of a room on or off", {"room": STRING, "on": BOOLEAN}
+)
 PLAY = function("play_song", "Play a song", {"title": STRING, "artist": STRING})
 ADD = function("add_numbers", "Add two numbers", {"a": NUMBER, "b": NUMBER})
-TRANSLATE = function("translate", "Translate a text", {"text": STRING, "language": STRING})
+TRANSLATE = function(
+    "translate", "Translate a text", {"text": STRING, "language": STRING}
+)
 BOOK_TABLE = function(
-    "book_table", "Book a table in a restaurant", {"restaurant": STRING, "guests": INTEGER, "time": STRING}
+    "book_table",
+    "Book a table in a restaurant",
+    {"restaurant": STRING, "guests": INTEGER, "time": STRING},
 )
 SHOPPING = function(
-    "add_to_list", "Add items to the shopping list", {"items": {"type": "array", "items": {"type": "string"}}}
+    "add_to_list",
+    "Add items to the shopping list",
+    {"items": {"type": "array", "items": {"type": "string"}}},
 )
 SYSTEM = 'You call functions. Answer with one call as JSON: {"name": "...", "arguments": {...}}. The functions are:\n'
 
@@ -646,15 +783,35 @@ SYSTEM = 'You call functions. Answer with one call as JSON: {"name": "...", "arg
 def call(prompt: str, functions: list[Schema], name: str, arguments: Schema) -> Task:
     calls = []
     for described in functions:
-        properties = {"name": {"const": described["name"]}, "arguments": described["parameters"]}
-        calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"]})
+        properties = {
+            "name": {"const": described["name"]},
+            "arguments": described["parameters"],
+        }
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+            }
+        )
     system = SYSTEM + "\n".join(map(json.dumps, functions))
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return Task("tool calls", prompt, {"name": name, "arguments": arguments}, schema, system=system)
+    return Task(
+        "tool calls",
+        prompt,
+        {"name": name, "arguments": arguments},
+        schema,
+        system=system,
+    )
 
 
 TOOL_CALLS = [
-    call("What is the weather in Lisbon in celsius?", [WEATHER], "get_weather", {"city": "Lisbon", "unit": "celsius"}),
+    call(
+        "What is the weather in Lisbon in celsius?",
+        [WEATHER],
+        "get_weather",
+        {"city": "Lisbon", "unit": "celsius"},
+    ),
     call(
         "How warm is it in Boston? Use fahrenheit.",
         [WEATHER, TIMER],
@@ -669,13 +826,29 @@ TOOL_CALLS = [
         {"to": "anna@example.com", "subject": "Lunch"},
     ),
     call(
-        "Search for red shoes below 50 dollars.", [SEARCH], "search_products", {"query": "red shoes", "max_price": 50}
+        "Search for red shoes below 50 dollars.",
+        [SEARCH],
+        "search_products",
+        {"query": "red shoes", "max_price": 50},
     ),
     call(
-        "Search for a wooden table.", [SEARCH, MAIL], "search_products", {"query": ("wooden table", "a wooden table")}
+        "Search for a wooden table.",
+        [SEARCH, MAIL],
+        "search_products",
+        {"query": ("wooden table", "a wooden table")},
     ),
-    call("Convert 100 USD to EUR.", [CONVERT], "convert_currency", {"amount": 100, "from": "USD", "to": "EUR"}),
-    call("Turn on the light in the kitchen.", [LIGHT, TIMER], "set_light", {"room": "kitchen", "on": True}),
+    call(
+        "Convert 100 USD to EUR.",
+        [CONVERT],
+        "convert_currency",
+        {"amount": 100, "from": "USD", "to": "EUR"},
+    ),
+    call(
+        "Turn on the light in the kitchen.",
+        [LIGHT, TIMER],
+        "set_light",
+        {"room": "kitchen", "on": True},
+    ),
     call(
         "Play Yesterday by The Beatles.",
         [PLAY, SEARCH, LIGHT],
@@ -720,19 +893,45 @@ REGEX_AND_CHOICE = [
         r"\d{4}-\d{2}-\d{2}",
         "2031-05-17",
     ),
-    matched("The train to Rome leaves at 16:45. When does the train leave?", r"[0-2]\d:[0-5]\d", "16:45"),
     matched(
-        "Extract the email address: Write to info@acme.com for more.", r"[a-z0-9.]+@[a-z]+\.[a-z]{2,3}", "info@acme.com"
+        "The train to Rome leaves at 16:45. When does the train leave?",
+        r"[0-2]\d:[0-5]\d",
+        "16:45",
     ),
-    matched("Extract the order number: Your order AB-1234 has been shipped.", r"[A-Z]{2}-\d{4}", "AB-1234"),
-    matched("Extract the price: The bicycle costs $249.99.", r"\$\d{1,4}\.\d\d", "$249.99"),
-    matched("Extract the phone number: Call 555-0173 for a taxi.", r"\d{3}-\d{4}", "555-0173"),
-    matched("Extract the version: This is release v2.14.3 of the program.", r"v\d+\.\d+\.\d+", "v2.14.3"),
+    matched(
+        "Extract the email address: Write to info@acme.com for more.",
+        r"[a-z0-9.]+@[a-z]+\.[a-z]{2,3}",
+        "info@acme.com",
+    ),
+    matched(
+        "Extract the order number: Your order AB-1234 has been shipped.",
+        r"[A-Z]{2}-\d{4}",
+        "AB-1234",
+    ),
+    matched(
+        "Extract the price: The bicycle costs $249.99.", r"\$\d{1,4}\.\d\d", "$249.99"
+    ),
+    matched(
+        "Extract the phone number: Call 555-0173 for a taxi.",
+        r"\d{3}-\d{4}",
+        "555-0173",
+    ),
+    matched(
+        "Extract the version: This is release v2.14.3 of the program.",
+        r"v\d+\.\d+\.\d+",
+        "v2.14.3",
+    ),
     chosen(
-        "Classify the sentiment as positive or negative: The hotel is wonderful.", ("positive", "negative"), "positive"
+        "Classify the sentiment as positive or negative: The hotel is wonderful.",
+        ("positive", "negative"),
+        "positive",
     ),
     chosen("Is the sky blue? Answer yes or no.", ("yes", "no"), "yes"),
-    chosen("What is the capital of France?", ("London", "Paris", "Madrid", "Berlin"), "Paris"),
+    chosen(
+        "What is the capital of France?",
+        ("London", "Paris", "Madrid", "Berlin"),
+        "Paris",
+    ),
     chosen("Which animal barks?", ("The cat", "The dog", "The fish"), "The dog"),
     chosen("What is the opposite of hot?", ("cold", "warm", "dry"), "cold"),
 ]

@@ -25,15 +25,26 @@ from guided.backends import AUTO, BACKENDS
 DATA = ROOT.parent / "shared" / "data" / "hostile-inputs.json"
 DEPTH = 100_000
 STREAM = 8
-"""Number of constraints that are sent of a hostile input with a stream of constraints."""
+"""Number of constraints that are sent of a hostile input with a stream of
+constraints."""
 SLOW_SECONDS = (0.1, 2.0)
 MEMORY_HOGS: list[dict[str, Any]] = [
     {"regex": "[ab]*a[ab]{20}", "backend": "outlines"},  # an automaton of 2^21 states
     {"regex": "([a-z]{1,60} ){1,90}", "backend": "outlines"},
-    {"json_schema": {"type": "array", "items": {"enum": [f"{i:05}" * 9 for i in range(9000)]}}, "backend": "outlines"},
+    {
+        "json_schema": {
+            "type": "array",
+            "items": {"enum": [f"{i:05}" * 9 for i in range(9000)]},
+        },
+        "backend": "outlines",
+    },
 ]
-"""Constraints within all admission limits. Their compilation needs gigabytes or never ends."""
-MESSAGE: dict[str, Any] = {"messages": [{"role": "user", "content": "Ada Reed, 8, York. Answer."}], "max_tokens": 48}
+"""Constraints within all admission limits. Their compilation needs gigabytes or never
+ends."""
+MESSAGE: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Ada Reed, 8, York. Answer."}],
+    "max_tokens": 48,
+}
 
 
 @dataclass
@@ -71,21 +82,32 @@ class Scene:
                 await self._signal(fault)
             case "memory":
                 fields = self.source.choice(MEMORY_HOGS)
-                await self._send(fault, Request(0, {**MESSAGE, **fields}, hostile=f"memory hog {fields}"[:100]))
+                await self._send(
+                    fault,
+                    Request(
+                        0, {**MESSAGE, **fields}, hostile=f"memory hog {fields}"[:100]
+                    ),
+                )
             case "hostile" if self.hostile:
                 await self._send(fault, self.source.choice(self.hostile))
             case "compile process":
                 await self._kill_compile_process()
 
     async def _signal(self, fault: str) -> None:
-        up = [actor for actor in self.actors() if actor["state"] == "up" and actor["pid"] not in self.stopped]
+        up = [
+            actor
+            for actor in self.actors()
+            if actor["state"] == "up" and actor["pid"] not in self.stopped
+        ]
         if not up:
             return
         actor = self.source.choice(up)
         pid = actor["pid"]
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-            self.events.append(Event(time.monotonic(), fault, actor["index"], actor["incarnation"]))
+            self.events.append(
+                Event(time.monotonic(), fault, actor["index"], actor["incarnation"])
+            )
             if fault == "freeze":
                 self.stopped.add(pid)
             elif fault == "slow":
@@ -110,28 +132,43 @@ OTHER_FAULTS = ("slow", "memory", "hostile", "compile process")
 
 
 def hostile_requests(path: Path) -> list[Request]:
-    """Read a file of hostile inputs, and return a request for each backend that supports the kind of an input.
+    """Read a file of hostile inputs, and return a request for each backend that
+    supports the kind of an input.
 
-    The file is JSON: `{"entries": [{"id", "kind", "scope", "payload" | "generator_py", ...}]}`. Generators are Python
-    expressions: read only files that you trust.
+    The file is JSON: `{"entries": [{"id", "kind", "scope", "payload" | "generator_py",
+    ...}]}`. Generators are Python expressions: read only files that you trust.
     """
     sys.setrecursionlimit(DEPTH)  # some inputs are nested deeper than Python's default
-    return [request for entry in json.loads(path.read_text())["entries"] for request in _requests(entry)]
+    return [
+        request
+        for entry in json.loads(path.read_text())["entries"]
+        for request in _requests(entry)
+    ]
 
 
 def _requests(entry: dict[str, Any]) -> Iterator[Request]:
     payload: Any = entry.get("payload")
     kind, scope = entry["kind"], entry["scope"]
     if "generator_py" in entry:
-        modules = {"functools": functools, "itertools": itertools, "json": json, "random": random}
+        modules = {
+            "functools": functools,
+            "itertools": itertools,
+            "json": json,
+            "random": random,
+        }
         payload = eval(entry["generator_py"], modules)
-    able = [AUTO, *(name for name, adapter in BACKENDS.items() if kind in adapter.kinds)]
+    able = [
+        AUTO,
+        *(name for name, adapter in BACKENDS.items() if kind in adapter.kinds),
+    ]
     match scope:
         case "request":
             fields, able = [payload], [AUTO]
         case "stream":
             fields = [_stream_fields(kind, each) for each in payload[:STREAM]]
-        case "model-output":  # the payload is the model's output: a choice with one option forces it
+        case (
+            "model-output"
+        ):  # the payload is the model's output: a choice with one option forces it
             fields = [{"choice": [payload]}]
         case _:
             fields = [{kind: payload}]
@@ -141,7 +178,8 @@ def _requests(entry: dict[str, Any]) -> Iterator[Request]:
 
 
 def _stream_fields(kind: str, payload: Any) -> dict[str, Any]:
-    """Return the request fields of one payload of a stream. It may be a `structured_outputs` value."""
+    """Return the request fields of one payload of a stream. It may be a
+    `structured_outputs` value."""
     if isinstance(payload, dict) and payload.keys() <= {"json", "grammar"}:
         return {"structured_outputs": payload}
     return {kind: payload}

@@ -1,4 +1,5 @@
-"""Keep requests of concurrent clients in flight, and judge each answer: valid, a declared error, or a violation."""
+"""Keep requests of concurrent clients in flight, and judge each answer: valid, a
+declared error, or a violation."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from guided.errors import GuidedError, InternalError
 REFERENCES = 4
 """Number of times that each repeated request is sent before the first fault."""
 LEAVE_SECONDS = 0.5
-Outcome = Literal["valid", "failed", "refused", "left", "invalid", "different", "undeclared", "hung"]
+Outcome = Literal[
+    "valid", "failed", "refused", "left", "invalid", "different", "undeclared", "hung"
+]
 MUST_NOT: tuple[Outcome, ...] = ("invalid", "different", "undeclared", "hung")
 """Outcomes that are violations under any fault."""
 
@@ -32,8 +35,20 @@ def _codes(root: type[GuidedError]) -> set[str]:
     return {root.code}.union(*(_codes(child) for child in root.__subclasses__()))
 
 
-_SHAPE = {"invalid_request", "invalid_json", "invalid_type", "missing_required_parameter", "unknown_parameter"}
-_SHAPE |= {"unsupported_parameter", "misplaced_parameter", "body_too_complex", QueueFull.code, ShuttingDown.code}
+_SHAPE = {
+    "invalid_request",
+    "invalid_json",
+    "invalid_type",
+    "missing_required_parameter",
+    "unknown_parameter",
+}
+_SHAPE |= {
+    "unsupported_parameter",
+    "misplaced_parameter",
+    "body_too_complex",
+    QueueFull.code,
+    ShuttingDown.code,
+}
 DECLARED = (_codes(GuidedError) | _SHAPE) - {GuidedError.code, InternalError.code}
 """Error codes with a specific cause. `internal_error` has none."""
 
@@ -45,8 +60,11 @@ class Verdict:
     """The error's code, or the problem with the output."""
 
 
-def verdict_of(request: Request, answer: Answer, references: Mapping[str, Choice]) -> Verdict:
-    """Return the verdict on an answer. The outputs of hostile requests, and outputs that were cut, are not checked.
+def verdict_of(
+    request: Request, answer: Answer, references: Mapping[str, Choice]
+) -> Verdict:
+    """Return the verdict on an answer. The outputs of hostile requests, and outputs
+    that were cut, are not checked.
 
     Args:
         references: `Request.key` -> output of the same request without faults.
@@ -71,10 +89,17 @@ def verdict_of(request: Request, answer: Answer, references: Mapping[str, Choice
     for choice in answer.choices.values():
         if choice.finish_reason not in ("stop", "length"):
             return Verdict("invalid", f"finish_reason {choice.finish_reason}")
-        if choice.finish_reason == "stop" and request.example and (wrong := _unsatisfied(request.example, choice.text)):
+        if (
+            choice.finish_reason == "stop"
+            and request.example
+            and (wrong := _unsatisfied(request.example, choice.text))
+        ):
             return Verdict("invalid", wrong)
         if reference is not None and choice != reference:
-            return Verdict("different", f"{choice.text[:200]!r}, without faults {reference.text[:200]!r}")
+            return Verdict(
+                "different",
+                f"{choice.text[:200]!r}, without faults {reference.text[:200]!r}",
+            )
     return Verdict("valid")
 
 
@@ -87,12 +112,17 @@ def _unsatisfied(example: Example, text: str) -> str | None:
         except (ValueError, jsonschema.ValidationError) as error:
             return f"not valid: {text[:200]!r} ({str(error)[:200]})"
         return None
-    fine = text in example.value if example.kind == "choice" else re.fullmatch(example.pattern, text)
+    fine = (
+        text in example.value
+        if example.kind == "choice"
+        else re.fullmatch(example.pattern, text)
+    )
     return None if fine else f"no {example.kind} {example.value!r}: {text[:200]!r}"
 
 
 def _of_error(error: Mapping[str, Any], answer: Answer) -> Verdict:
-    """Return the verdict on an error, which needs its fields, a specific code, and a time to retry if a retry helps."""
+    """Return the verdict on an error, which needs its fields, a specific code, and a
+    time to retry if a retry helps."""
     if missing := {"message", "type", "param", "code"} - error.keys():
         return Verdict("undeclared", f"an error without {', '.join(sorted(missing))}")
     code, status = str(error["code"]), answer.status or 500
@@ -119,7 +149,11 @@ class Record:
 
     def describe(self) -> str:
         request = self.request
-        kind = f"{request.example.kind}, {request.backend}" if request.example else request.hostile or "plain"
+        kind = (
+            f"{request.example.kind}, {request.backend}"
+            if request.example
+            else request.hostile or "plain"
+        )
         return f"request {request.number} ({kind}): {self.verdict.outcome}: {self.verdict.cause}"
 
 
@@ -146,9 +180,13 @@ class Load:
         self.bar.update()
 
     async def run(
-        self, requests: Iterable[Request], concurrency: int, going_on: Callable[[], bool] = lambda: True
+        self,
+        requests: Iterable[Request],
+        concurrency: int,
+        going_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Send requests, `concurrency` at a time, while `going_on()` is true. Returns when all are answered."""
+        """Send requests, `concurrency` at a time, while `going_on()` is true. Returns
+        when all are answered."""
         left = iter(requests)
 
         async def client() -> None:
@@ -172,20 +210,24 @@ class Load:
 
 
 async def _answer(http: httpx.AsyncClient, request: Request, limit: float) -> Answer:
-    """Send a request. If its client leaves, disconnect after some events of a stream or some time."""
+    """Send a request. If its client leaves, disconnect after some events of a stream or
+    some time."""
     number = request.number
     if not request.leaves:
         return await ask(http, request.body, limit)
     if request.body.get("stream") and number % 2 == 0:
         return await ask(http, request.body, limit, leave_events=3 + number % 5)
-    return await ask(http, request.body, limit, leave_seconds=LEAVE_SECONDS * (1 + number % 7) / 7)
+    return await ask(
+        http, request.body, limit, leave_seconds=LEAVE_SECONDS * (1 + number % 7) / 7
+    )
 
 
 async def reference_outputs(http: httpx.AsyncClient, limit: float) -> dict[str, Choice]:
-    """Return the outputs of the repeated requests without faults: `Request.key` -> output.
+    """Return the outputs of the repeated requests without faults: `Request.key` ->
+    output.
 
-    Each request is sent several times, in batches with others. Requests with different outputs are left out: rounding
-    decides between two tokens.
+    Each request is sent several times, in batches with others. Requests with different
+    outputs are left out: rounding decides between two tokens.
     """
     found: dict[str, set[tuple[str, str | None]]] = {}
     slots = asyncio.Semaphore(8)
@@ -195,9 +237,15 @@ async def reference_outputs(http: httpx.AsyncClient, limit: float) -> dict[str, 
             answer = await _answer(http, request, limit)
         if verdict_of(request, answer, {}).outcome == "valid":
             choice = answer.choices[0]
-            found.setdefault(request.key or "", set()).add((choice.text, choice.finish_reason))
+            found.setdefault(request.key or "", set()).add(
+                (choice.text, choice.finish_reason)
+            )
 
     requests = repeated() * REFERENCES
     random.Random(0).shuffle(requests)
     await asyncio.gather(*map(record, requests))
-    return {key: Choice(*outputs.pop()) for key, outputs in found.items() if len(outputs) == 1}
+    return {
+        key: Choice(*outputs.pop())
+        for key, outputs in found.items()
+        if len(outputs) == 1
+    }

@@ -1,4 +1,5 @@
-"""Record the health of the server during a chaos run, and the figures and violations of the run."""
+"""Record the health of the server during a chaos run, and the figures and violations of
+the run."""
 
 from __future__ import annotations
 
@@ -60,8 +61,11 @@ class Watch:
             await asyncio.sleep(HEALTH_SECONDS)
 
 
-def seconds_to_replace(events: Sequence[Event], seen: Sequence[Seen]) -> list[float | None]:
-    """Return, for each fault that ends a mask actor, the seconds until the next incarnation was up, or None."""
+def seconds_to_replace(
+    events: Sequence[Event], seen: Sequence[Seen]
+) -> list[float | None]:
+    """Return, for each fault that ends a mask actor, the seconds until the next
+    incarnation was up, or None."""
     found: list[float | None] = []
     for event in events:
         if event.fault in ("kill", "freeze"):
@@ -69,7 +73,9 @@ def seconds_to_replace(events: Sequence[Event], seen: Sequence[Seen]) -> list[fl
                 look.at - event.at
                 for look in seen
                 for actor in look.actors
-                if actor["index"] == event.index and actor["incarnation"] > event.incarnation and actor["state"] == "up"
+                if actor["index"] == event.index
+                and actor["incarnation"] > event.incarnation
+                and actor["state"] == "up"
             ]
             found.append(after[0] if after else None)
     return found
@@ -102,7 +108,10 @@ def violations(run: Run, *, every_good: bool) -> list[str]:
     """
     lost = [record for record in run.calm.good if record.is_lost]
     lost += [record for record in run.load.good if record.is_lost and every_good]
-    found = [record.describe() for record in [*run.load.violations(), *run.calm.violations(), *lost][:SHOWN]]
+    found = [
+        record.describe()
+        for record in [*run.load.violations(), *run.calm.violations(), *lost][:SHOWN]
+    ]
     if run.watch.is_dead:
         found.append("the engine or the server died")
     if not run.recovered:
@@ -114,7 +123,11 @@ def summary(run: Run) -> dict[str, Any]:
     """Return the figures."""
     load, outcomes, good = run.load, run.load.outcomes(), run.load.good
     replaced = seconds_to_replace(run.events, run.watch.seen)
-    waits = [record.ended - record.began for record in good if record.verdict.outcome == "valid"]
+    waits = [
+        record.ended - record.began
+        for record in good
+        if record.verdict.outcome == "valid"
+    ]
     return {
         "requests": len(load.records),
         "requests_per_second": round(len(load.records) / run.lasted, 2),
@@ -122,8 +135,14 @@ def summary(run: Run) -> dict[str, Any]:
         "left_by_the_client": outcomes["left"],
         "good": len(good),
         "good_and_valid": len(waits),
-        "good_lost_by_cause": dict(Counter(each.verdict.cause for each in good if each.is_lost)),
-        "hostile": dict(Counter(each.verdict.outcome for each in load.records if each.request.hostile)),
+        "good_lost_by_cause": dict(
+            Counter(each.verdict.cause for each in good if each.is_lost)
+        ),
+        "hostile": dict(
+            Counter(
+                each.verdict.outcome for each in load.records if each.request.hostile
+            )
+        ),
         "invalid_outputs": outcomes["invalid"],
         "different_outputs": outcomes["different"],
         "undeclared_errors": outcomes["undeclared"],
@@ -135,7 +154,9 @@ def summary(run: Run) -> dict[str, Any]:
         "never_replaced": replaced.count(None),
         "seconds_to_replace": _spread([each for each in replaced if each is not None]),
         "seconds_of_good_answers": _spread(waits),
-        "milliseconds_of_health": percentiles([look.took for look in run.watch.seen if look.actors]),
+        "milliseconds_of_health": percentiles(
+            [look.took for look in run.watch.seen if look.actors]
+        ),
         "pss_mib": {"before": round(run.memory[0]), "after": round(run.memory[1])},
     }
 

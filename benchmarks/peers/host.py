@@ -27,7 +27,9 @@ def way_of(name: str, options: dict[str, Any]) -> Way:
     if name == "inline":
         from guided.pools.inline import InlinePool
 
-        return Guided(InlinePool(vocabulary, max_cache_bytes=4 << 30), has_deadline=False)
+        return Guided(
+            InlinePool(vocabulary, max_cache_bytes=4 << 30), has_deadline=False
+        )
     from actors import CompileLimits, RayPool
 
     limits = CompileLimits(seconds=options["compile_seconds"])
@@ -58,11 +60,17 @@ class Host:
         return self._way.load(backend, documents)
 
     def begin(
-        self, batch: int, documents: Sequence[Document], pinned: Sequence[Document], forward_seconds: float
+        self,
+        batch: int,
+        documents: Sequence[Document],
+        pinned: Sequence[Document],
+        forward_seconds: float,
     ) -> None:
         self._way.begin()
         forward = SleepingForward(batch, self._options["width"], forward_seconds)
-        self._run = Run(self._way, documents, batch, self._options["stop"], forward, pinned)
+        self._run = Run(
+            self._way, documents, batch, self._options["stop"], forward, pinned
+        )
 
     def run(self, steps: int, seconds: float | None) -> Samples:
         assert self._run is not None

@@ -1,4 +1,5 @@
-"""The decode loop of the measurements: every way of masking gets the same rows, forward pass and clocks."""
+"""The decode loop of the measurements: every way of masking gets the same rows, forward
+pass and clocks."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from benchmarks.peers.rows import Document, RunningSequence
 
 
 class SleepingForward:
-    """A forward pass of a fixed time without CPU, like a pass on a GPU. It always returns the same tensor.
+    """A forward pass of a fixed time without CPU, like a pass on a GPU. It always
+    returns the same tensor.
 
     `end` is `time.perf_counter()` at the end of the forward pass.
     """
@@ -25,7 +27,8 @@ class SleepingForward:
         self.end = 0.0
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Make the logits of these tokens finite: the rows will sample them in the next step."""
+        """Make the logits of these tokens finite: the rows will sample them in the next
+        step."""
         self._logits[torch.arange(len(tokens)), torch.tensor(tokens)] = 0.0
 
     def start(self) -> None:
@@ -49,7 +52,8 @@ class Times:
     hidden: float = 0.0
     """Mask work during the forward pass, summed over all processes."""
     kernel: float = 0.0
-    """Time of the kernel that writes -inf, which is device work. It runs on one thread here."""
+    """Time of the kernel that writes -inf, which is device work. It runs on one thread
+    here."""
     late: set[int] = field(default_factory=set)
     """Rows that wait for a late mask, and must not be sampled in this step."""
     again: int = 0
@@ -60,7 +64,8 @@ class Way:
     """A way of masking. The base class runs only the forward pass, without masks."""
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
-        """Compile the documents' constraints. Returns the documents that this way rejects: name -> reason."""
+        """Compile the documents' constraints. Returns the documents that this way
+        rejects: name -> reason."""
         return {}
 
     def begin(self) -> None:
@@ -72,13 +77,19 @@ class Way:
     def close(self, sequence: RunningSequence) -> None:
         """Remove a sequence."""
 
-    def step(self, sequences: Sequence[RunningSequence], forward: SleepingForward) -> tuple[torch.Tensor, Times]:
-        """Run one decode step of the batch: forward pass and masks. Returns the masked logits."""
+    def step(
+        self, sequences: Sequence[RunningSequence], forward: SleepingForward
+    ) -> tuple[torch.Tensor, Times]:
+        """Run one decode step of the batch: forward pass and masks. Returns the masked
+        logits."""
         forward.start()
         return forward.wait(), Times()
 
-    def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
-        """Take the sampled tokens of the step, before they are appended. Returns the seconds of this call."""
+    def sampled(
+        self, sequences: Sequence[RunningSequence], tokens: Sequence[int]
+    ) -> float:
+        """Take the sampled tokens of the step, before they are appended. Returns the
+        seconds of this call."""
         return 0.0
 
 
@@ -108,10 +119,12 @@ class Samples:
 
 
 class Run:
-    """A batch in which every row writes one document after the other without end. `steps` may be called several times.
+    """A batch in which every row writes one document after the other without end.
+    `steps` may be called several times.
 
-    Row r takes the documents r, r + batch, r + 2 batch, ... and starts again after the last one. A row therefore
-    depends only on its own steps, and all ways of masking get the same rows.
+    Row r takes the documents r, r + batch, r + 2 batch, ... and starts again after the
+    last one. A row therefore depends only on its own steps, and all ways of masking get
+    the same rows.
 
     Args:
         stop: the stop token.
@@ -127,7 +140,12 @@ class Run:
         forward: SleepingForward,
         pinned: Sequence[Document] = (),
     ) -> None:
-        self._way, self._stop, self._forward, self._has_pinned = way, stop, forward, bool(pinned)
+        self._way, self._stop, self._forward, self._has_pinned = (
+            way,
+            stop,
+            forward,
+            bool(pinned),
+        )
         self._streams = [_stream(documents, row, batch) for row in range(batch)]
         if pinned:
             self._streams[0] = _stream(pinned, 0, 1)
@@ -170,13 +188,20 @@ class Run:
             if sequence.row not in times.late:
                 self._append(sequence, token, fine, samples)
 
-    def _append(self, sequence: RunningSequence, token: int, fine: bool, samples: Samples) -> None:
-        """Append the sampled token of a sequence. At the end, or if the mask forbade it, begin the next document."""
+    def _append(
+        self, sequence: RunningSequence, token: int, fine: bool, samples: Samples
+    ) -> None:
+        """Append the sampled token of a sequence. At the end, or if the mask forbade
+        it, begin the next document."""
         if not fine:
-            samples.refused.append(f"{sequence.document.name} at {len(sequence.output)}")
+            samples.refused.append(
+                f"{sequence.document.name} at {len(sequence.output)}"
+            )
         if sequence.sampled_at is not None:
             is_pinned = self._has_pinned and sequence.row == 0
-            (samples.slow_latency if is_pinned else samples.latency).append(self._clock - sequence.sampled_at)
+            (samples.slow_latency if is_pinned else samples.latency).append(
+                self._clock - sequence.sampled_at
+            )
         sequence.sampled_at = self._clock
         if fine and len(sequence.output) < len(sequence.document.tokens):
             sequence.output.append(token)
@@ -196,6 +221,9 @@ def _stream(documents: Sequence[Document], row: int, batch: int) -> Iterator[Doc
 
 def _allowed(logits: torch.Tensor, tokens: Sequence[int]) -> list[bool]:
     """Return for each token whether the masked logits allow it."""
-    index = torch.arange(len(tokens), device=logits.device), torch.tensor(tokens, device=logits.device)
+    index = (
+        torch.arange(len(tokens), device=logits.device),
+        torch.tensor(tokens, device=logits.device),
+    )
     fine: list[bool] = (logits[index] != float("-inf")).tolist()
     return fine

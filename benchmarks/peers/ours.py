@@ -23,10 +23,12 @@ COMPILE_SECONDS = 600.0
 
 
 class Guided(Way):
-    """Mask with the standard post-processor over a pool, called as in this project's engine.
+    """Mask with the standard post-processor over a pool, called as in this project's
+    engine.
 
     Args:
-        has_deadline: whether to continue without rows without a mask at the engine's default deadline.
+        has_deadline: whether to continue without rows without a mask at the engine's
+            default deadline.
     """
 
     def __init__(self, pool: MaskPool, has_deadline: bool) -> None:
@@ -51,11 +53,16 @@ class Guided(Way):
         for document in documents:
             key = (backend, document.schema)
             if key not in self._grammars:
-                self._grammars[key] = self._pool.compile(Constraint.json_schema(document.schema), [backend])
+                self._grammars[key] = self._pool.compile(
+                    Constraint.json_schema(document.schema), [backend]
+                )
         refused: dict[str, str] = {}
         for document in documents:
             try:
-                self._check(document, self._grammars[backend, document.schema].result(COMPILE_SECONDS))
+                self._check(
+                    document,
+                    self._grammars[backend, document.schema].result(COMPILE_SECONDS),
+                )
             except GuidedError as error:
                 refused[document.name] = str(error)
         return refused
@@ -80,10 +87,15 @@ class Guided(Way):
         self._mean_step = 0.0
 
     def open(self, sequence: RunningSequence) -> None:
-        request, constraint = str(sequence.id), Constraint.json_schema(sequence.document.schema)
+        request, constraint = (
+            str(sequence.id),
+            Constraint.json_schema(sequence.document.schema),
+        )
         future = self._processor.initialize(request, constraint, self._backend)
         future.result(COMPILE_SECONDS)
-        self._guided[sequence.id] = GuidedSequence(request, sequence.id, sequence.output)
+        self._guided[sequence.id] = GuidedSequence(
+            request, sequence.id, sequence.output
+        )
         self._changed = True
 
     def close(self, sequence: RunningSequence) -> None:
@@ -92,13 +104,19 @@ class Guided(Way):
         self._late.discard(sequence.id)
         self._changed = True
 
-    def step(self, sequences: Sequence[RunningSequence], forward: SleepingForward) -> tuple[torch.Tensor, Times]:
+    def step(
+        self, sequences: Sequence[RunningSequence], forward: SleepingForward
+    ) -> tuple[torch.Tensor, Times]:
         again = self._take_decided(len(sequences)) if self._late else 0
         if self._changed:  # as `engine.sampling_metadata` does
-            running = [sequence for sequence in sequences if sequence.id not in self._late]
+            running = [
+                sequence for sequence in sequences if sequence.id not in self._late
+            ]
             self._batch = [self._guided[sequence.id] for sequence in running]
             self._number += 1
-            self._logits_rows = np.array([sequence.row for sequence in running], np.intp)
+            self._logits_rows = np.array(
+                [sequence.row for sequence in running], np.intp
+            )
             self._changed = False
         started = time.perf_counter()
         self._processor.prepare(self._batch, self._logits_rows, self._number)
@@ -109,7 +127,10 @@ class Guided(Way):
         ended = time.perf_counter()
         exposed = prepared + report.wait_seconds
         times = Times(
-            exposed=exposed, hidden=max(0.0, report.mask_seconds - exposed), kernel=report.kernel_seconds, again=again
+            exposed=exposed,
+            hidden=max(0.0, report.mask_seconds - exposed),
+            kernel=report.kernel_seconds,
+            again=again,
         )
         self._changed = bool(report.late or report.failed)
         self._late.update(report.late)
@@ -123,7 +144,8 @@ class Guided(Way):
         return logits, times
 
     def _take_decided(self, rows: int) -> int:
-        """Run decided late sequences again, or all late sequences if no other can run. Returns their number."""
+        """Run decided late sequences again, or all late sequences if no other can run.
+        Returns their number."""
         decided = set(self._processor.decided(self._late))
         if not decided and len(self._late) == rows:
             decided = self._late.copy()
@@ -132,9 +154,12 @@ class Guided(Way):
         return len(decided)
 
     def _deadline(self) -> float | None:
-        """Return the deadline for masks in seconds, as in the engine. None: wait for all masks."""
+        """Return the deadline for masks in seconds, as in the engine. None: wait for
+        all masks."""
         return max(0.001, 0.05 * self._mean_step) if self._has_deadline else None
 
-    def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
+    def sampled(
+        self, sequences: Sequence[RunningSequence], tokens: Sequence[int]
+    ) -> float:
         """The next `prepare` reads the outputs."""
         return 0.0

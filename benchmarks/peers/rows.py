@@ -1,6 +1,8 @@
-"""Known texts that rows write token by token, so that the masks are those of real outputs.
+"""Known texts that rows write token by token, so that the masks are those of real
+outputs.
 
-Imports only the standard library, because it also runs in the environments of other engines.
+Imports only the standard library, because it also runs in the environments of other
+engines.
 """
 
 from __future__ import annotations
@@ -32,4 +34,8 @@ class RunningSequence:
 
     def next_token(self, stop: int) -> int:
         position = len(self.output)
-        return self.document.tokens[position] if position < len(self.document.tokens) else stop
+        return (
+            self.document.tokens[position]
+            if position < len(self.document.tokens)
+            else stop
+        )

@@ -1,8 +1,10 @@
-"""Compute masks with vLLM's `StructuredOutputManager` and `apply_grammar_bitmask`, as vLLM's V1 engine does in a step.
+"""Compute masks with vLLM's `StructuredOutputManager` and `apply_grammar_bitmask`, as
+vLLM's V1 engine does in a step.
 
-`EngineCore.step` launches the forward pass, computes the batch's bitmask on the same thread meanwhile, waits, lets
-the runner apply the mask and sample, and passes the sampled tokens to the grammars. The rest of the engine (scheduler,
-runner, sampler) is not measured.
+`EngineCore.step` launches the forward pass, computes the batch's bitmask on the same
+thread meanwhile, waits, lets the runner apply the mask and sample, and passes the
+sampled tokens to the grammars. The rest of the engine (scheduler, runner, sampler) is
+not measured.
 
 Imports vLLM, so it runs in vLLM's virtual environment.
 """
@@ -75,7 +77,12 @@ class VLLMManager(Way):
         constraint = StructuredOutputsParams(json=document.schema)
         constraint._backend = BACKENDS[self._backend]
         params = SamplingParams(max_tokens=1 << 20, structured_outputs=constraint)
-        return Request(request_id=name, prompt_token_ids=[1], sampling_params=params, pooling_params=None)
+        return Request(
+            request_id=name,
+            prompt_token_ids=[1],
+            sampling_params=params,
+            pooling_params=None,
+        )
 
     def _grammar(self, request: Request) -> Any:
         """Compile a grammar and wait for it."""
@@ -96,7 +103,9 @@ class VLLMManager(Way):
     def close(self, sequence: RunningSequence) -> None:
         self._requests.pop(str(sequence.id), None)
 
-    def step(self, sequences: Sequence[RunningSequence], forward: SleepingForward) -> tuple[torch.Tensor, Times]:
+    def step(
+        self, sequences: Sequence[RunningSequence], forward: SleepingForward
+    ) -> tuple[torch.Tensor, Times]:
         ids = [str(sequence.id) for sequence in sequences]
         forward.start()
         launched = time.perf_counter()
@@ -114,7 +123,9 @@ class VLLMManager(Way):
         exposed = max(0.0, filled - forward.end)
         return logits, Times(exposed, filled - launched - exposed, kernel)
 
-    def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
+    def sampled(
+        self, sequences: Sequence[RunningSequence], tokens: Sequence[int]
+    ) -> float:
         started = time.perf_counter()
         for sequence, token in zip(sequences, tokens, strict=True):
             self._manager.accept_tokens(self._requests[str(sequence.id)], [token])
@@ -122,11 +133,14 @@ class VLLMManager(Way):
 
 
 def _config(vocabulary: str) -> Any:
-    """Return vLLM's configuration of a model that is never loaded. It needs a folder."""
+    """Return vLLM's configuration of a model that is never loaded. It needs a
+    folder."""
     with tempfile.TemporaryDirectory(prefix="guided-") as folder:
         tekken = json.loads(Path(vocabulary).read_text())
         size = tekken["config"]["default_vocab_size"]
-        (Path(folder) / "config.json").write_text(json.dumps({**MODEL, "vocab_size": size}))
+        (Path(folder) / "config.json").write_text(
+            json.dumps({**MODEL, "vocab_size": size})
+        )
         shutil.copy(vocabulary, Path(folder) / "tekken.json")
         arguments = EngineArgs(
             model=folder,

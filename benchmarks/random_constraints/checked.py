@@ -1,7 +1,9 @@
-"""Count the ends of answers under keywords that are checked: `python -m benchmarks.random_outputs --checked`.
+"""Count the ends of answers under keywords that are checked: `python -m
+benchmarks.random_outputs --checked`.
 
-A model answers one prompt with each schema of a file, greedily and at temperature 1, through `LLM`. Counted are the
-ends of the answers, and the vetoes by keyword. Answers that end `stop` are validated by another library.
+A model answers one prompt with each schema of a file, greedily and at temperature 1,
+through `LLM`. Counted are the ends of the answers, and the vetoes by keyword. Answers
+that end `stop` are validated by another library.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ def _answers(
     for schema, one, output in zip(taken, params, outputs, strict=True):
         end = _end(output)
         assert one.constraint is not None
-        if end == "stop" and not _is_valid(one.constraint.value, output.outputs[0].text):
+        if end == "stop" and not _is_valid(
+            one.constraint.value, output.outputs[0].text
+        ):
             end = "invalid"
             violations.append(f"{json.dumps(schema)[:300]}: {output.outputs[0].text!r}")
         counts[end] += 1
@@ -87,10 +91,24 @@ def _answers(
         counts["vetoed"] += bool(vetoes)
         keywords.update(vetoes)
         if options.verbose:
-            print(temperature, end, output.error or "", vetoes, json.dumps(schema)[:160], output.outputs[0].text[-200:])
-    print(f"temperature {temperature:g}, vetoes by keyword: {dict(keywords.most_common())}")
+            print(
+                temperature,
+                end,
+                output.error or "",
+                vetoes,
+                json.dumps(schema)[:160],
+                output.outputs[0].text[-200:],
+            )
+    print(
+        f"temperature {temperature:g}, vetoes by keyword: {dict(keywords.most_common())}"
+    )
     counts["vetoes"] = keywords.total()
-    return {"temperature": temperature, **counts, "seconds": round(seconds, 1), "keywords": keywords}, violations
+    return {
+        "temperature": temperature,
+        **counts,
+        "seconds": round(seconds, 1),
+        "keywords": keywords,
+    }, violations
 
 
 def _end(output: RequestOutput) -> str:
@@ -99,11 +117,15 @@ def _end(output: RequestOutput) -> str:
         return str(output.outputs[0].finish_reason)
     if output.error.status == 400:
         return "refused"
-    return "constraint_not_met" if output.error.code == "constraint_not_met" else "other"
+    return (
+        "constraint_not_met" if output.error.code == "constraint_not_met" else "other"
+    )
 
 
 def _is_valid(schema: Any, text: str) -> bool:
-    validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    validator = jsonschema.validators.validator_for(
+        schema, default=jsonschema.Draft202012Validator
+    )
     try:
         return bool(validator(schema).is_valid(json.loads(text)))
     except jsonschema.SchemaError:  # for example a pattern that Python does not read
@@ -115,5 +137,10 @@ def main(options: argparse.Namespace) -> None:
     started_on = report.machine()
     rows, violations = measure(options)
     report.print_table(rows, COLUMNS)
-    report.write_json(options.out / "checked.json", {"seed": options.seed}, {"answers": rows}, started_on)
+    report.write_json(
+        options.out / "checked.json",
+        {"seed": options.seed},
+        {"answers": rows},
+        started_on,
+    )
     report.exit_with(violations)

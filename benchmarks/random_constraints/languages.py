@@ -1,4 +1,5 @@
-"""Random regexes, choices and grammars, each with a check of its outputs that does not use `guided`."""
+"""Random regexes, choices and grammars, each with a check of its outputs that does not
+use `guided`."""
 
 from __future__ import annotations
 
@@ -15,17 +16,98 @@ from lark.exceptions import UnexpectedInput
 
 from guided.constraint import Constraint
 
-_LITERALS = ["a", "b", "0", "-", " ", "é", "狐", "😀", ":", "/", ",", "_", "~", "&", '"', r"\\", r"\.", r"\n", r"\t"]
+_LITERALS = [
+    "a",
+    "b",
+    "0",
+    "-",
+    " ",
+    "é",
+    "狐",
+    "😀",
+    ":",
+    "/",
+    ",",
+    "_",
+    "~",
+    "&",
+    '"',
+    r"\\",
+    r"\.",
+    r"\n",
+    r"\t",
+]
 _LITERALS += [r"\x01", r"\x1b", r"\x7f", r"\u0085", r"\u2028", r"\uffff"]
 _CLASSES = [
-    *("[ab]", "[^a]", "[a-z]", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", ".", r"[\d-]", r"[^\W_]", r"[\x00-\x1f]"),
-    *(r"[\x00-\x21]", r"[\x01-\x08]", r"[^\x20-\uffff]", r'["\\]', "[[:alpha:]]", "[[:^digit:]]", "[[:space:]a]"),
-    *("[a&&b]", "[a||b]", "[a~~b]", "[[a]", r"[\]x]", "[é-ü]", "[😀-😎]", r"[\b]", r"\x7f", r"[^\n]"),
-    *(r"[^\s\d]", "[+--]", r"\u0041", r"\x41", r"\/", r"\-", r"[\w.-]", r"[\u00e0-\u00ff]", r"[^\W\d]", r"[\s\S]"),
+    *(
+        "[ab]",
+        "[^a]",
+        "[a-z]",
+        r"\d",
+        r"\w",
+        r"\s",
+        r"\D",
+        r"\W",
+        r"\S",
+        ".",
+        r"[\d-]",
+        r"[^\W_]",
+        r"[\x00-\x1f]",
+    ),
+    *(
+        r"[\x00-\x21]",
+        r"[\x01-\x08]",
+        r"[^\x20-\uffff]",
+        r'["\\]',
+        "[[:alpha:]]",
+        "[[:^digit:]]",
+        "[[:space:]a]",
+    ),
+    *(
+        "[a&&b]",
+        "[a||b]",
+        "[a~~b]",
+        "[[a]",
+        r"[\]x]",
+        "[é-ü]",
+        "[😀-😎]",
+        r"[\b]",
+        r"\x7f",
+        r"[^\n]",
+    ),
+    *(
+        r"[^\s\d]",
+        "[+--]",
+        r"\u0041",
+        r"\x41",
+        r"\/",
+        r"\-",
+        r"[\w.-]",
+        r"[\u00e0-\u00ff]",
+        r"[^\W\d]",
+        r"[\s\S]",
+    ),
 ]
-_PROPERTIES = [r"\p{L}", r"\p{Lu}", r"\P{L}", r"\p{Script=Greek}", r"[\p{Nd}_]", r"[^\p{L}]"]
+_PROPERTIES = [
+    r"\p{L}",
+    r"\p{Lu}",
+    r"\P{L}",
+    r"\p{Script=Greek}",
+    r"[\p{Nd}_]",
+    r"[^\p{L}]",
+]
 """Properties that Python's `re` cannot read."""
-_FRAMES = ["^{}$", "(?i:{})", "(?s:{})", "(?a:{})", "(?i){}", "(?P<n>{})", "^(?:a|{})$", r"\A{}\Z", "(^{}$|b)"]
+_FRAMES = [
+    "^{}$",
+    "(?i:{})",
+    "(?s:{})",
+    "(?a:{})",
+    "(?i){}",
+    "(?P<n>{})",
+    "^(?:a|{})$",
+    r"\A{}\Z",
+    "(^{}$|b)",
+]
 _FRAMES += ["{}$", "()|{}"]
 
 
@@ -48,8 +130,14 @@ def pattern(source: random.Random, depth: int = 3) -> str:
         return "".join(pattern(source, depth - 1) for _ in range(source.randint(1, 3)))
     if draw < 0.75:
         return f"(?:{'|'.join(pattern(source, depth - 1) for _ in range(source.randint(2, 3)))})"
-    count = source.choice(["*", "+", "?", "{2}", "{0,2}", "{1,}", "{0}", "*?", "+?", "{1,3}?"])
-    count = count if source.random() < 0.95 else source.choice(["{20}", "{5,40}", "{0,100}", "{30,}"])
+    count = source.choice(
+        ["*", "+", "?", "{2}", "{0,2}", "{1,}", "{0}", "*?", "+?", "{1,3}?"]
+    )
+    count = (
+        count
+        if source.random() < 0.95
+        else source.choice(["{20}", "{5,40}", "{0,100}", "{30,}"])
+    )
     return f"(?:{pattern(source, depth - 1)}){count}"
 
 
@@ -75,7 +163,10 @@ def random_regex(source: random.Random) -> Case:
 def random_choice(source: random.Random) -> Case:
     """Return a list of texts, some of which begin like others."""
     letters = ["a", "b", '"', "\\", "\n", "é", "😀", " ", "{", "\x7f", "\t"]
-    options = ["".join(source.choices(letters, k=source.randint(1, 5))) for _ in range(source.randint(1, 8))]
+    options = [
+        "".join(source.choices(letters, k=source.randint(1, 5)))
+        for _ in range(source.randint(1, 8))
+    ]
 
     def problem(output: str) -> str | None:
         return None if output in options else "no option"
@@ -84,17 +175,21 @@ def random_choice(source: random.Random) -> Case:
 
 
 _COUNTS = {"{2}": "~2", "{1,2}": "~1..2", "{0,3}": "~0..3", "{2,}": "~2..150"}
-"""Counts of repetitions -> the parser's notation, which needs a limit. No output reaches this limit."""
+"""Counts of repetitions -> the parser's notation, which needs a limit. No output
+reaches this limit."""
 
 
 def random_grammar(source: random.Random) -> Case:
-    """Return a grammar of a few rules, in GBNF or Lark; some rules refer to themselves between brackets."""
+    """Return a grammar of a few rules, in GBNF or Lark; some rules refer to themselves
+    between brackets."""
     if source.random() < 0.35:
         return _random_lark(source)
     names = ["root", "one", "two", "three"][: source.randint(1, 4)]
     rules: dict[str, list[str]] = {}
     for index, name in enumerate(names):
-        rules[name] = [_items(source, names[index + 1 :]) for _ in range(source.randint(1, 3))]
+        rules[name] = [
+            _items(source, names[index + 1 :]) for _ in range(source.randint(1, 3))
+        ]
         if source.random() < 0.4:
             rules[name].append(f'"(" {name} ")"')
     lark = source.random() < 0.5
@@ -102,16 +197,35 @@ def random_grammar(source: random.Random) -> Case:
     counted = grammar(rules)
     for count, notation in _COUNTS.items():
         counted = counted.replace(count, notation)
-    return Case("grammar", text, lambda: Constraint.grammar(text), _parsed_by_lark(counted))
+    return Case(
+        "grammar", text, lambda: Constraint.grammar(text), _parsed_by_lark(counted)
+    )
 
 
 def _items(source: random.Random, later: list[str]) -> str:
-    """Return items: the name of a later rule, a text in quotes, or a class; then `*`, `+`, `?` or `{m,n}`."""
-    texts = ['"a"', '"b"', '"ab"', '"é"', '"😀x"', '" "', '"0"', '"-"', '"\\\\"', '"\\""', '"\\n"']
+    """Return items: the name of a later rule, a text in quotes, or a class; then `*`,
+    `+`, `?` or `{m,n}`."""
+    texts = [
+        '"a"',
+        '"b"',
+        '"ab"',
+        '"é"',
+        '"😀x"',
+        '" "',
+        '"0"',
+        '"-"',
+        '"\\\\"',
+        '"\\""',
+        '"\\n"',
+    ]
     texts += ["[a-c]", r'[^"\\]', "[é-ü0]", r"[\n\t]"]
     items = []
     for _ in range(source.randint(1, 3)):
-        item = source.choice(later) if later and source.random() < 0.6 else source.choice(texts)
+        item = (
+            source.choice(later)
+            if later and source.random() < 0.6
+            else source.choice(texts)
+        )
         items.append(item + source.choice(["", "", "", "", "*", "+", "?", *_COUNTS]))
     return " ".join(items)
 
@@ -121,12 +235,18 @@ def grammar(rules: dict[str, list[str]], *, lark: bool = True) -> str:
     lines = []
     for name, alternatives in rules.items():
         line = f"{name} {':' if lark else '::='} {' | '.join(alternatives)}"
-        lines.append(re.sub(r"\broot\b", "start", re.sub(r"(\[[^\]]*\])", r"/\1/", line)) if lark else line)
+        lines.append(
+            re.sub(r"\broot\b", "start", re.sub(r"(\[[^\]]*\])", r"/\1/", line))
+            if lark
+            else line
+        )
     return "\n".join(lines) + "\n"
 
 
 def _parsed_by_lark(text: str) -> Callable[[str], str | None]:
-    parser = Lark(text, parser="earley", lexer="dynamic_complete", ambiguity="resolve", regex=True)
+    parser = Lark(
+        text, parser="earley", lexer="dynamic_complete", ambiguity="resolve", regex=True
+    )
 
     def problem(output: str) -> str | None:
         try:
@@ -150,20 +270,42 @@ _TERMINALS = {
 
 
 def _random_lark(source: random.Random) -> Case:
-    """Return a grammar with the features of Lark: terminals, imports, `%ignore`, priorities, aliases.
+    """Return a grammar with the features of Lark: terminals, imports, `%ignore`,
+    priorities, aliases.
 
     No terminal begins with a blank: the parser ignores as many of them as there are.
     """
     names = source.sample([*_TERMINALS], 3)
     first, second, third = (name.partition(".")[0] for name in names)
-    separator, least = source.choice(['","', '"=>"', "second?"]), source.choice(["?", "*", "+", ""])
+    separator, least = (
+        source.choice(['","', '"=>"', "second?"]),
+        source.choice(["?", "*", "+", ""]),
+    )
     lines = [
         f"start: item ({separator} item){least}",
-        source.choice([f'item: {first} | {first} ":" value -> pair', f"?item: value | {first} [{second}]"]),
-        source.choice([f'value: {second} | "(" value? ")"', f'!value: {third} | "[" [value ("," value)*] "]"']),
+        source.choice(
+            [
+                f'item: {first} | {first} ":" value -> pair',
+                f"?item: value | {first} [{second}]",
+            ]
+        ),
+        source.choice(
+            [
+                f'value: {second} | "(" value? ")"',
+                f'!value: {third} | "[" [value ("," value)*] "]"',
+            ]
+        ),
         f"second: {third}",
         *(f"{name}: {_TERMINALS[name]}" for name in names),
     ]
-    lines += source.choice([[], [], ['%ignore " "'], [r"%ignore /[ \t]+/"], ["%import common.WS", "%ignore WS"]])
+    lines += source.choice(
+        [
+            [],
+            [],
+            ['%ignore " "'],
+            [r"%ignore /[ \t]+/"],
+            ["%import common.WS", "%ignore WS"],
+        ]
+    )
     text = "\n".join(lines) + "\n"
     return Case("lark", text, lambda: Constraint.grammar(text), _parsed_by_lark(text))

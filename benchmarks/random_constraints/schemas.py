@@ -1,4 +1,5 @@
-"""Random JSON Schemas of every draft, with the combinations of keywords that grammar libraries tend to get wrong."""
+"""Random JSON Schemas of every draft, with the combinations of keywords that grammar
+libraries tend to get wrong."""
 
 from __future__ import annotations
 
@@ -18,19 +19,111 @@ DRAFTS = {
     2020: "https://json-schema.org/draft/2020-12/schema",
 }
 _NEAR = [2**k for k in (0, 31, 53, 63, 64, 70)]
-_NUMBERS: list[Any] = [0, 0, 0, 0.25, 0.5, 2.5, 9, 10, 99.9, 100, 1e-7, 1e-20, 1e15, 1e22, 0.1, 1.5e3, 12345.678]
+_NUMBERS: list[Any] = [
+    0,
+    0,
+    0,
+    0.25,
+    0.5,
+    2.5,
+    9,
+    10,
+    99.9,
+    100,
+    1e-7,
+    1e-20,
+    1e15,
+    1e22,
+    0.1,
+    1.5e3,
+    12345.678,
+]
 _NUMBERS += [10**18]
 _NUMBERS += [near + step for near in _NEAR for step in (-1, 0, 1)]
 _MULTIPLES = [1, 2, 7, 10, 0.1, 0.01, 0.07, 1.5, 0.5, 1e-9, 65537, 65539, 1000000, 3]
-_VALUES: list[Any] = [None, True, False, 0, 1, -1, 1.5, 2**53 + 1, -(2**63), 2**64, 1e-7, "", "a", "ab", "é", '"']
-_VALUES += ["\\", "\n", "a\n", "2020-02-30", "2020-02-29", "1.2.3.4", "12:00:00Z", "٣", "5"]
-_VALUES += [1e300, 0.1 + 0.2, 123456789.12345679, -0.0, 1e22, 5e-324, 10**30, [2**53 + 1], {"b": 0.1}]
-_VALUES += [[], [1], ["a", None], {}, {"a": 1}, "\x01", "a\x7f", "\x1b[0m", "\x85", "\u2028", "\ue000", "\uffff"]
+_VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    1.5,
+    2**53 + 1,
+    -(2**63),
+    2**64,
+    1e-7,
+    "",
+    "a",
+    "ab",
+    "é",
+    '"',
+]
+_VALUES += [
+    "\\",
+    "\n",
+    "a\n",
+    "2020-02-30",
+    "2020-02-29",
+    "1.2.3.4",
+    "12:00:00Z",
+    "٣",
+    "5",
+]
+_VALUES += [
+    1e300,
+    0.1 + 0.2,
+    123456789.12345679,
+    -0.0,
+    1e22,
+    5e-324,
+    10**30,
+    [2**53 + 1],
+    {"b": 0.1},
+]
+_VALUES += [
+    [],
+    [1],
+    ["a", None],
+    {},
+    {"a": 1},
+    "\x01",
+    "a\x7f",
+    "\x1b[0m",
+    "\x85",
+    "\u2028",
+    "\ue000",
+    "\uffff",
+]
 _TYPES = ["null", "boolean", "integer", "number", "string", "array", "object"]
 _NAMES = ["a", "b", "ab", "c d", 'q"', "é"]
-_ODD_NAMES = ["", "a/b", "~", "$ref", "type", "enum", "__proto__", "0", "\\", "\n", "😀", "\x01", "a\x7f", "\u2028"]
-_ANNOTATIONS: list[dict[str, Any]] = [{"title": "a"}, {"description": "b", "default": 0}, {"examples": [1]}]
-_ANNOTATIONS += [{"$comment": "c"}, {"readOnly": True}, {"deprecated": True}, {"x-own": {"type": 0}}]
+_ODD_NAMES = [
+    "",
+    "a/b",
+    "~",
+    "$ref",
+    "type",
+    "enum",
+    "__proto__",
+    "0",
+    "\\",
+    "\n",
+    "😀",
+    "\x01",
+    "a\x7f",
+    "\u2028",
+]
+_ANNOTATIONS: list[dict[str, Any]] = [
+    {"title": "a"},
+    {"description": "b", "default": 0},
+    {"examples": [1]},
+]
+_ANNOTATIONS += [
+    {"$comment": "c"},
+    {"readOnly": True},
+    {"deprecated": True},
+    {"x-own": {"type": 0}},
+]
 _AHEAD = ["^(?!a){}$", "^(?=.*b){}", "^(?!.*--)(?=[^b]){}", "^(?!{}$).{0,4}$"]
 _SIMPLE_PATTERNS = ["", ".", "^a", "b", "^[a-c]+$", "^(?!a$)", r"\d", "^.{2}$", "^x-"]
 _LENGTHS = [10, 20, 40, 255]
@@ -40,7 +133,9 @@ def random_schema(source: random.Random) -> Case:
     """Return a schema of a random draft."""
     draft = source.choice([2020, 2020, *DRAFTS])
     schema = _Generator(source, draft).document()
-    return schema_case(schema, source.choice([None] * 9 + ["", r"\s*", "[ ]{0,2}", r" |\n|"]))
+    return schema_case(
+        schema, source.choice([None] * 9 + ["", r"\s*", "[ ]{0,2}", r" |\n|"])
+    )
 
 
 def schema_case(schema: Any, whitespace: str | None = None) -> Case:
@@ -79,7 +174,10 @@ class _Generator:
     def _anchored(self, name: str, schema: Any) -> Any:
         if not self._anchors or not isinstance(schema, dict):
             return schema
-        return {**schema, **({"$anchor": name} if self._draft >= 2019 else {self._id: f"#{name}"})}
+        return {
+            **schema,
+            **({"$anchor": name} if self._draft >= 2019 else {self._id: f"#{name}"}),
+        }
 
     @property
     def _id(self) -> str:
@@ -135,7 +233,9 @@ class _Generator:
         exclusive, plain = f"exclusiveM{name}", f"m{name}"
         if self._chance(0.5):
             return {plain: value}
-        return {plain: value, exclusive: True} if self._draft == 4 else {exclusive: value}
+        return (
+            {plain: value, exclusive: True} if self._draft == 4 else {exclusive: value}
+        )
 
     def _string(self) -> dict[str, Any]:
         schema: dict[str, Any] = {}
@@ -150,18 +250,28 @@ class _Generator:
         return schema
 
     def _pattern(self) -> str:
-        frame = self._source.choice(["^{}$", "^{}$", "^(?:{})$", "^{}", "{}$", "{}", "^a|{}$", "(^a|{}$)"])
+        frame = self._source.choice(
+            ["^{}$", "^{}$", "^(?:{})$", "^{}", "{}$", "{}", "^a|{}$", "(^a|{}$)"]
+        )
         if self._chance(0.08):
             frame = self._source.choice(_AHEAD)
         return frame.replace("{}", pattern(self._source))
 
     def _array(self, depth: int) -> dict[str, Any]:
         schema: dict[str, Any] = {}
-        tuples, rest = ("prefixItems", "items") if self._draft == 2020 else ("items", "additionalItems")
+        tuples, rest = (
+            ("prefixItems", "items")
+            if self._draft == 2020
+            else ("items", "additionalItems")
+        )
         if self._chance(0.35):
-            schema[tuples] = [self._schema(depth) for _ in range(self._source.randint(1, 3))]
+            schema[tuples] = [
+                self._schema(depth) for _ in range(self._source.randint(1, 3))
+            ]
             if self._chance(0.6):
-                schema[rest] = False if self._chance(0.5) else self._object_schema(depth)
+                schema[rest] = (
+                    False if self._chance(0.5) else self._object_schema(depth)
+                )
         elif self._chance(0.8):
             schema["items"] = self._object_schema(depth)
             if self._chance(0.1):
@@ -190,13 +300,21 @@ class _Generator:
         names = self._source.sample(self._names, self._source.randint(0, 3))
         if names:
             schema["properties"] = {name: self._object_schema(depth) for name in names}
-        if self._chance(0.5) and (required := [name for name in _NAMES[:4] if self._chance(0.3)] or names):
+        if self._chance(0.5) and (
+            required := [name for name in _NAMES[:4] if self._chance(0.3)] or names
+        ):
             schema["required"] = required
         if self._chance(0.5):
-            schema["additionalProperties"] = False if self._chance(0.5) else self._object_schema(depth)
+            schema["additionalProperties"] = (
+                False if self._chance(0.5) else self._object_schema(depth)
+            )
         if self._chance(0.15):
-            patterns = self._source.sample([self._pattern(), *_SIMPLE_PATTERNS], self._source.choice([1, 1, 2, 3]))
-            schema["patternProperties"] = {each: self._object_schema(depth) for each in patterns}
+            patterns = self._source.sample(
+                [self._pattern(), *_SIMPLE_PATTERNS], self._source.choice([1, 1, 2, 3])
+            )
+            schema["patternProperties"] = {
+                each: self._object_schema(depth) for each in patterns
+            }
         for keyword in ("minProperties", "maxProperties"):
             if self._chance(0.2):
                 schema[keyword] = self._source.randint(0, 3)
@@ -211,7 +329,9 @@ class _Generator:
                 ]
             )
         if self._chance(0.05):
-            schema["dependentRequired" if self._draft >= 2019 else "dependencies"] = {"a": ["b"]}
+            schema["dependentRequired" if self._draft >= 2019 else "dependencies"] = {
+                "a": ["b"]
+            }
         elif self._chance(0.05):
             then = {self._source.choice("ab"): self._object_schema(depth)}
             schema["dependentSchemas" if self._draft >= 2019 else "dependencies"] = then
@@ -219,8 +339,18 @@ class _Generator:
 
     def _listed(self, depth: int) -> dict[str, Any]:
         values = self._source.sample(_VALUES, self._source.randint(1, 5))
-        schema = {"const": values[0]} if self._draft > 4 and self._chance(0.3) else {"enum": values}
-        return {**self._of_type(self._source.choice(["number", "string", "string", "array", "object"]), 0), **schema}
+        schema = (
+            {"const": values[0]}
+            if self._draft > 4 and self._chance(0.3)
+            else {"enum": values}
+        )
+        return {
+            **self._of_type(
+                self._source.choice(["number", "string", "string", "array", "object"]),
+                0,
+            ),
+            **schema,
+        }
 
     def _combined(self, depth: int) -> dict[str, Any]:
         siblings = self._schema(0) if self._chance(0.3) else {}
@@ -233,19 +363,35 @@ class _Generator:
             named = f"#{name}" if self._anchors else f"#/{self._definitions}/{name}"
             reference = named if self._chance(0.9) else "#"
             return {**siblings, "$ref": reference}
-        keyword = self._source.choice(["allOf", "allOf", "anyOf", "anyOf", "oneOf", "not", "if", "unevaluated"])
-        if keyword == "if" and self._draft < 7:  # `guided` applies it there too, and a validator does not
+        keyword = self._source.choice(
+            ["allOf", "allOf", "anyOf", "anyOf", "oneOf", "not", "if", "unevaluated"]
+        )
+        if (
+            keyword == "if" and self._draft < 7
+        ):  # `guided` applies it there too, and a validator does not
             keyword = "allOf"
         match keyword:
             case "not":
                 return {**siblings, "not": parts[0]}
             case "if":
                 branches = {"then": parts[-1]} if self._chance(0.7) else {}
-                branches |= {"else": parts[len(parts) // 2]} if self._chance(0.5) else {}
+                branches |= (
+                    {"else": parts[len(parts) // 2]} if self._chance(0.5) else {}
+                )
                 return {**siblings, "if": parts[0], **branches}
             case "unevaluated":
                 rest = False if self._chance(0.7) else self._schema(0)
-                inner = self._combined(depth - 1) if depth > 1 and self._chance(0.3) else {"anyOf": parts}
+                inner = (
+                    self._combined(depth - 1)
+                    if depth > 1 and self._chance(0.3)
+                    else {"anyOf": parts}
+                )
                 inner = inner if self._chance(0.8) else {"allOf": parts}
-                return {**siblings, **inner, self._source.choice(["unevaluatedProperties", "unevaluatedItems"]): rest}
+                return {
+                    **siblings,
+                    **inner,
+                    self._source.choice(
+                        ["unevaluatedProperties", "unevaluatedItems"]
+                    ): rest,
+                }
         return {**siblings, keyword: parts}

@@ -1,4 +1,5 @@
-"""The embedded default model: a tiny Llama checkpoint. `examples/default_model_training/` trains one like it."""
+"""The embedded default model: a tiny Llama checkpoint.
+`examples/default_model_training/` trains one like it."""
 
 from __future__ import annotations
 

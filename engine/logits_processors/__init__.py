@@ -1,7 +1,8 @@
 """Custom logits processors.
 
-In a processor written for vLLM, replace the imports from `vllm`, `vllm.config`, `vllm.sampling_params` and
-`vllm.v1.sample.logits_processor` by `from engine.logits_processors import ...`.
+In a processor written for vLLM, replace the imports from `vllm`, `vllm.config`,
+`vllm.sampling_params` and `vllm.v1.sample.logits_processor` by `from
+engine.logits_processors import ...`.
 """
 
 from engine.logits_processors.interface import (

@@ -1,7 +1,7 @@
 """CustomLogitsProcessors: runs the custom logits processors of one engine.
 
-A processor that raises is replaced by a new instance, which gets the rows of the step one by one. The rows on which the
-instance raises again fail; other rows continue.
+A processor that raises is replaced by a new instance, which gets the rows of the step
+one by one. The rows on which the instance raises again fail; other rows continue.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ class LogitsProcessorFailed(InternalError):
 
 
 class _Host:
-    """Creates and runs one logits processor. Exceptions of the processor pass through; call `restart` after one. Late
-    sequences stay in the batch, so that the processor keeps their states."""
+    """Creates and runs one logits processor. Exceptions of the processor pass through;
+    call `restart` after one. Late sequences stay in the batch, so that the processor
+    keeps their states."""
 
-    def __init__(self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device
+    ) -> None:
         self.name = kind.__name__
         self._make = partial(kind, config, device, device.type == "cuda")
         self._config = config if is_revised(kind) else None
@@ -42,12 +45,18 @@ class _Host:
         self.argmax_invariant = bool(self._processor.is_argmax_invariant())
 
     def restart(self) -> None:
-        """Replace the processor by a new instance without state. Exceptions of its constructor pass through."""
+        """Replace the processor by a new instance without state. Exceptions of its
+        constructor pass through."""
         self._rows: list[Sequence] = []
-        """The batch. Late sequences are at its end: they have no logits in this step."""
+        """The batch. Late sequences are at its end: they have no logits in this
+        step."""
         self._processor: LogitsProcessor = self._make()
         self._batch = PersistentBatch()
-        self._indexed = None if self._config is None else IndexedBatch(self._processor, self._config)
+        self._indexed = (
+            None
+            if self._config is None
+            else IndexedBatch(self._processor, self._config)
+        )
 
     def begin(self, rows: Rows[Sequence]) -> None:
         """Announce the next batch."""
@@ -65,19 +74,30 @@ class _Host:
             rows = torch.cat([logits, logits.new_zeros(num_late, logits.shape[1])])
         after: object = self._processor.apply(rows)
         if not isinstance(after, Tensor):
-            raise TypeError(f"{self.name}.apply returned {type(after).__name__} instead of the logits")
+            raise TypeError(
+                f"{self.name}.apply returned {type(after).__name__} instead of the logits"
+            )
         if after.shape != rows.shape:
-            raise ValueError(f"{self.name}.apply returned shape {tuple(after.shape)} for {tuple(rows.shape)}")
+            raise ValueError(
+                f"{self.name}.apply returned shape {tuple(after.shape)} for {tuple(rows.shape)}"
+            )
         return after[: len(logits)].to(logits)
 
 
 class CustomLogitsProcessors:
-    """The custom processors of an engine, in the order of `classes`. Raises `ValueError` if one cannot be created."""
+    """The custom processors of an engine, in the order of `classes`. Raises
+    `ValueError` if one cannot be created."""
 
-    def __init__(self, config: VllmConfig, device: torch.device, classes: Rows[type[LogitsProcessor]] = ()) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        device: torch.device,
+        classes: Rows[type[LogitsProcessor]] = (),
+    ) -> None:
         self.classes = tuple(classes)
         self.failed: dict[int, LogitsProcessorFailed] = {}
-        """The errors of the rows of this step on which a custom processor has raised, by row."""
+        """The errors of the rows of this step on which a custom processor has raised,
+        by row."""
         self._hosts: list[_Host] = []
         self._broken: set[_Host] = set()
         """Hosts of processors that have raised and were not restarted yet."""
@@ -91,7 +111,8 @@ class CustomLogitsProcessors:
         self.before = [host for host in self._hosts if not host.argmax_invariant]
         """Hosts of the processors that run before the penalties."""
         self.after = [host for host in self._hosts if host.argmax_invariant]
-        """Hosts of the processors that run on masked and scaled logits. Their results for greedy rows are not used."""
+        """Hosts of the processors that run on masked and scaled logits. Their results
+        for greedy rows are not used."""
 
     def validate(self, params: SamplingParams) -> None:
         """Let the custom processors check a request, in any thread.
@@ -124,8 +145,15 @@ class CustomLogitsProcessors:
             except Exception:
                 self._note(host)
 
-    def run(self, hosts: list[_Host], logits: Tensor, batch: Batch, again: Callable[[], Tensor]) -> Tensor:
-        """Run `before` or `after` on float32 `[rows, vocab]`. `again` recomputes the logits if a processor raises."""
+    def run(
+        self,
+        hosts: list[_Host],
+        logits: Tensor,
+        batch: Batch,
+        again: Callable[[], Tensor],
+    ) -> Tensor:
+        """Run `before` or `after` on float32 `[rows, vocab]`. `again` recomputes the
+        logits if a processor raises."""
         while True:  # each failing round adds a broken host
             for host in hosts:
                 if host in self._broken:
@@ -141,7 +169,8 @@ class CustomLogitsProcessors:
             logits = again()
 
     def _one_by_one(self, host: _Host, logits: Tensor, rows: Rows[Sequence]) -> None:
-        """Process the rows one by one, in place, and record the rows on which the processor raises."""
+        """Process the rows one by one, in place, and record the rows on which the
+        processor raises."""
         is_new = False
         for row, sequence in enumerate(rows):
             try:
@@ -156,10 +185,15 @@ class CustomLogitsProcessors:
 
     def _note(self, host: _Host) -> None:
         if host not in self._broken:
-            logger.exception("logits processor %s raised: a new instance gets the rows one by one", host.name)
+            logger.exception(
+                "logits processor %s raised: a new instance gets the rows one by one",
+                host.name,
+            )
             self._broken.add(host)
 
 
 def _failure(name: str, error: Exception) -> LogitsProcessorFailed:
     why = bounded(f"{type(error).__name__}: {error}")
-    return LogitsProcessorFailed(f"the logits processor {name} failed on this request: {why}")
+    return LogitsProcessorFailed(
+        f"the logits processor {name} failed on this request: {why}"
+    )

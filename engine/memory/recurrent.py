@@ -1,8 +1,11 @@
-"""Recurrent layers (gated delta nets, Mamba, convolutions) keep a state per sequence instead of keys and values.
+"""Recurrent layers (gated delta nets, Mamba, convolutions) keep a state per sequence
+instead of keys and values.
 
-transformers' layers read and write these states through the cache of a forward pass (`past_key_values`): `StepStates`
-has the methods that they call. A model with such layers runs once per chunk of a prefill, `[1, tokens]`, and once for
-all decoding sequences, `[sequences, 1]`, because all rows of a forward pass take the same number of steps.
+transformers' layers read and write these states through the cache of a forward pass
+(`past_key_values`): `StepStates` has the methods that they call. A model with such
+layers runs once per chunk of a prefill, `[1, tokens]`, and once for all decoding
+sequences, `[sequences, 1]`, because all rows of a forward pass take the same number of
+steps.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-"""The `layer_types` of configurations that have recurrent layers; a hybrid layer has attention beside one."""
+"""The `layer_types` of configurations that have recurrent layers; a hybrid layer has
+attention beside one."""
 
 StateKey = tuple[str, int, int]
 """Kind of a state, index of its layer, and its number in the layer."""
@@ -37,7 +41,8 @@ class StateLayout:
     argument: str = "past_key_values"
     """Name of the argument of the model's body: Mamba calls it `cache_params`."""
     resumes: bool = True
-    """Whether several tokens can follow a state. If not (Mamba 1), a prompt is computed in one forward pass."""
+    """Whether several tokens can follow a state. If not (Mamba 1), a prompt is computed
+    in one forward pass."""
 
     @property
     def slot_bytes(self) -> int:
@@ -46,8 +51,9 @@ class StateLayout:
 
 
 class RecurrentStates:
-    """The states of all sequences: zeroed tensors `[slots, ...]`, by `StateKey`. A state that `layout` lacks is added
-    when a layer first writes it: so a probe learns the shapes."""
+    """The states of all sequences: zeroed tensors `[slots, ...]`, by `StateKey`. A
+    state that `layout` lacks is added when a layer first writes it: so a probe learns
+    the shapes."""
 
     def __init__(self, layout: StateLayout, slots: int, device: torch.device) -> None:
         self.argument = layout.argument
@@ -67,23 +73,30 @@ class RecurrentStates:
         return {key: tensor[:1].to("meta") for key, tensor in self.tensors.items()}
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the states of slots, (source, target). All sources are read before any target is written."""
+        """Copy the states of slots, (source, target). All sources are read before any
+        target is written."""
         if pairs:
             source, target = torch.tensor(pairs, device=self._device).unbind(1)
             for tensor in self.tensors.values():
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     def write(self, key: StateKey, slots: Tensor, state: Tensor) -> None:
-        """Store states, `[rows, ...]`, in slots, int64 `[rows]`; one row in all of the slots."""
+        """Store states, `[rows, ...]`, in slots, int64 `[rows]`; one row in all of the
+        slots."""
         if key not in self.tensors:
             # A sum over many tokens loses too much in 16 bits.
-            self._add(key, state, torch.float32 if key[0] == "recurrent" else state.dtype)
+            self._add(
+                key, state, torch.float32 if key[0] == "recurrent" else state.dtype
+            )
         tensor = self.tensors[key]
-        tensor.index_copy_(0, slots, state.to(tensor.dtype).expand(len(slots), *state.shape[1:]))
+        tensor.index_copy_(
+            0, slots, state.to(tensor.dtype).expand(len(slots), *state.shape[1:])
+        )
 
 
 class StepStates:
-    """The cache of one forward pass, with the methods of transformers' `Cache` that layers call.
+    """The cache of one forward pass, with the methods of transformers' `Cache` that
+    layers call.
 
     Args:
         slots: of the rows, int64 `[rows]`; with one row, all slots that get its states.
@@ -91,7 +104,9 @@ class StepStates:
         is_new: the sequences begin. Layers then get None instead of a state.
     """
 
-    def __init__(self, states: RecurrentStates, slots: Tensor, rows: int, is_new: bool) -> None:
+    def __init__(
+        self, states: RecurrentStates, slots: Tensor, rows: int, is_new: bool
+    ) -> None:
         self.layer = -1
         """The layer that was in use last."""
         self._states = states
@@ -117,15 +132,25 @@ class StepStates:
         self._enter(layer_idx)
         key = kind, layer_idx, state_idx
         if not self._is_new and key not in self._given and key in self._states.tensors:
-            self._given[key] = self._states.tensors[key].index_select(0, self._read_slots)
+            self._given[key] = self._states.tensors[key].index_select(
+                0, self._read_slots
+            )
         return self._given.get(key)
 
-    def _set(self, kind: str, state: Tensor, layer_idx: int, state_idx: int = 0, **others: object) -> Tensor:
+    def _set(
+        self,
+        kind: str,
+        state: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        **others: object,
+    ) -> Tensor:
         self._enter(layer_idx)
         self._given[kind, layer_idx, state_idx] = state
         return state
 
-    # What layers call. `conv` are the last inputs of a convolution, `linear` the states of MiniMax.
+    # What layers call. `conv` are the last inputs of a convolution, `linear` the states
+    # of MiniMax.
 
     get_conv_state = partialmethod(_get, "conv")
     get_recurrent_state = partialmethod(_get, "recurrent")
@@ -137,9 +162,14 @@ class StepStates:
         self._set("linear", linear_cache, layer_idx)
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """Add inputs of a convolution, `[rows, channels, tokens]`. Returns them after those before them."""
+        """Add inputs of a convolution, `[rows, channels, tokens]`. Returns them after
+        those before them."""
         before = self._get("conv", layer_idx, state_idx)
         if before is None:
             size = conv_kernel_size or conv_states.shape[-1]
@@ -154,7 +184,10 @@ class StepStates:
         """Return whether states of earlier tokens are kept too: never."""
         return False
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object) -> tuple[Tensor, Tensor]:
-        """Note the layer. `paged_attention`, which comes next, stores keys and values."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object
+    ) -> tuple[Tensor, Tensor]:
+        """Note the layer. `paged_attention`, which comes next, stores keys and
+        values."""
         self._enter(layer_idx)
         return key_states, value_states

@@ -1,8 +1,10 @@
-"""Paged attention for transformers' models: keys and values are stored in blocks, and block tables find them.
+"""Paged attention for transformers' models: keys and values are stored in blocks, and
+block tables find them.
 
-transformers' modeling code calls the function through its `AttentionInterface`. All sequences of a step are flattened
-in one row: chunks of prefills first, then one token of each decoding one. (The layout is vLLM's, arXiv:2309.06180.)
-The step is a context variable, because not every model passes its keywords on to its attention.
+transformers' modeling code calls the function through its `AttentionInterface`. All
+sequences of a step are flattened in one row: chunks of prefills first, then one token
+of each decoding one. (The layout is vLLM's, arXiv:2309.06180.) The step is a context
+variable, because not every model passes its keywords on to its attention.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ from engine.model.gathered_attention import GatheredAttention, Prefill, Scores, 
 ATTENTION = "guided_paged"
 """The name of `paged_attention` as an `attn_implementation`."""
 
-_HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache", "output_attentions", "dropout"})
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "is_causal",
+        "use_cache",
+        "output_attentions",
+        "dropout",
+    }
+)
 """Keywords that models pass to attention functions and that this one can ignore."""
 _NOT_PASSED = 0
 _ALL = 1 << 30
@@ -38,26 +49,33 @@ class UnsupportedModelError(ValueError):
 
 
 class FlattenedRow:
-    """Takes the place of transformers' `Cache`, for models that count the tokens before a step's themselves."""
+    """Takes the place of transformers' `Cache`, for models that count the tokens before
+    a step's themselves."""
 
     def __init__(self, positions: Tensor) -> None:
         self._positions = positions
 
     def get_seq_length(self, layer_idx: int | None = None) -> Tensor | int:
-        """Return what a layer adds to the place of each token in the row to get its position in its sequence. Models
-        ask without a layer: they know the positions."""
+        """Return what a layer adds to the place of each token in the row to get its
+        position in its sequence. Models ask without a layer: they know the
+        positions."""
         if layer_idx is None:
             return 0
-        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+        return self._positions - torch.arange(
+            len(self._positions), device=self._positions.device
+        )
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **others: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **others: Any
+    ) -> tuple[Tensor, Tensor]:
         """Leave the keys and values to `paged_attention`."""
         return key_states, value_states
 
 
 class StepTensors(NamedTuple):
-    """What a forward pass reads, on the device. All are int64. A row that pads a decode step to a fixed size has
-    position 0, the first slot of the cache's last block, and any blocks."""
+    """What a forward pass reads, on the device. All are int64. A row that pads a decode
+    step to a fixed size has position 0, the first slot of the cache's last block, and
+    any blocks."""
 
     packed: Tensor
     """`[3, tokens]`: as `PagedContext.packed`."""
@@ -71,18 +89,21 @@ class StepTensors(NamedTuple):
 
 @dataclass
 class PagedContext:
-    """A step for the model: the chunks' tokens first, then one of each decoding sequence. With tensor parallelism each
-    rank gets it."""
+    """A step for the model: the chunks' tokens first, then one of each decoding
+    sequence. With tensor parallelism each rank gets it."""
 
     packed: NDArray[np.int64]
-    """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
+    """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one
+    transfer is enough."""
     prefills: Sequence[Prefill]
     tables: NDArray[np.int64]
-    """int64 `[prefills + decodes, blocks]`: blocks of the sequences, padded with any valid block."""
+    """int64 `[prefills + decodes, blocks]`: blocks of the sequences, padded with any
+    valid block."""
     copies: Sequence[tuple[int, int]] = ()
     """As `Batch.copies`."""
     state_slots: Sequence[int] = ()
-    """Slots of the sequences, for a model with recurrent layers: of those of one chunk, or of all that decode."""
+    """Slots of the sequences, for a model with recurrent layers: of those of one chunk,
+    or of all that decode."""
     state_copies: Sequence[tuple[int, int]] = ()
     """As `BlockManager.row_copies`."""
     states: StepStates | None = field(default=None, init=False)
@@ -93,13 +114,17 @@ class PagedContext:
         """Number of decoding sequences."""
         return len(self.tables) - len(self.prefills)
 
-    def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> Tensor:
-        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
+    def run(
+        self, body: torch.nn.Module, cache: KVCache, device: torch.device
+    ) -> Tensor:
+        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the
+        input."""
         self.copy(cache)
         return self.forward(body, cache, self.send(device))
 
     def copy(self, cache: KVCache) -> None:
-        """Copy the blocks and states that the forward pass writes, where they are shared."""
+        """Copy the blocks and states that the forward pass writes, where they are
+        shared."""
         if self.copies:
             cache.copy_blocks(self.copies)
         if cache.states is not None:
@@ -110,16 +135,31 @@ class PagedContext:
         total = self.packed.shape[1]
         starts = [start for start, *_ in self.prefills]
         starts += range(total - self.num_decodes, total + 1)
-        parts = [self.packed, np.array(starts), self.tables, np.array(self.state_slots, np.int64)]
+        parts = [
+            self.packed,
+            np.array(starts),
+            self.tables,
+            np.array(self.state_slots, np.int64),
+        ]
         # One transfer is faster than four.
-        sent = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device, non_blocking=True)
+        sent = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(
+            device, non_blocking=True
+        )
         tensors = torch.split(sent, [part.size for part in parts])
-        return StepTensors(*(tensor.view(part.shape) for tensor, part in zip(tensors, parts, strict=True)))
+        return StepTensors(
+            *(
+                tensor.view(part.shape)
+                for tensor, part in zip(tensors, parts, strict=True)
+            )
+        )
 
-    def forward(self, body: torch.nn.Module, cache: KVCache, tensors: StepTensors) -> Tensor:
-        """Run the forward pass on what is on the device: hidden states `[tokens, hidden]`. With a cache that does not
-        gather, a CUDA graph can hold it: it waits for nothing, and reads nothing else of this object than the number of
-        prefills and of decoding sequences."""
+    def forward(
+        self, body: torch.nn.Module, cache: KVCache, tensors: StepTensors
+    ) -> Tensor:
+        """Run the forward pass on what is on the device: hidden states `[tokens,
+        hidden]`. With a cache that does not gather, a CUDA graph can hold it: it waits
+        for nothing, and reads nothing else of this object than the number of prefills
+        and of decoding sequences."""
         tokens, positions, _ = tensors.packed
         self.move(cache, tensors)
         rows = 1
@@ -133,7 +173,10 @@ class PagedContext:
         # Kernels of Triton, as Liger's, are launched on the current device.
         with torch.cuda.device_of(tokens), running(self):  # type: ignore[no-untyped-call]
             output = body(
-                input_ids=tokens.view(rows, -1), position_ids=positions.view(rows, -1), use_cache=False, **others
+                input_ids=tokens.view(rows, -1),
+                position_ids=positions.view(rows, -1),
+                use_cache=False,
+                **others,
             )
         if self.states is not None:
             self.states.finish()
@@ -146,8 +189,12 @@ class PagedContext:
         self.cache = cache
         self.tensors = tensors
         if cache.gathers:
-            lengths = np.asarray(self.packed[1, self.packed.shape[1] - self.num_decodes :] + 1)
-            self.gathered = GatheredAttention(cache, tensors.tables, self.prefills, lengths)
+            lengths = np.asarray(
+                self.packed[1, self.packed.shape[1] - self.num_decodes :] + 1
+            )
+            self.gathered = GatheredAttention(
+                cache, tensors.tables, self.prefills, lengths
+            )
 
 
 _step: ContextVar[PagedContext] = ContextVar("step")
@@ -176,18 +223,21 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Store this layer's keys and values, `[1, kv_heads, tokens, dim]`, and compute the attention of `query`,
-    `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None for its weights.
+    """Store this layer's keys and values, `[1, kv_heads, tokens, dim]`, and compute the
+    attention of `query`, `[1, heads, tokens, dim]`: `[1, tokens, heads, dim]`, and None
+    for its weights.
 
     Args:
-        sliding_window: number of tokens that a token attends to, with itself. None: all. Without it, the configuration
-            says what the layer attends to.
+        sliding_window: number of tokens that a token attends to, with itself. None:
+            all. Without it, the configuration says what the layer attends to.
         softcap: bound of the scores, which a tanh keeps.
         s_aux: attention sinks `[heads]`: the score of a key without a value.
         attention_mask: None.
     """
     others["attention_mask"] = attention_mask
-    unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
+    unknown = sorted(
+        name for name in others.keys() - _HARMLESS if others[name] is not None
+    )
     if unknown:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
@@ -204,9 +254,13 @@ def paged_attention(
     scores = Scores(scaling, softcap, s_aux)
     cache = paged.cache
     tensors = paged.tensors
-    cache.write(layer, tensors.packed[2], key[0].transpose(0, 1), value[0].transpose(0, 1))
+    cache.write(
+        layer, tensors.packed[2], key[0].transpose(0, 1), value[0].transpose(0, 1)
+    )
     if not cache.gathers:
-        from engine.model.paged_kernel import attend  # not every installation has Triton
+        from engine.model.paged_kernel import (
+            attend,
+        )  # not every installation has Triton
 
         attended = attend(
             query[0].transpose(0, 1), cache.keys[layer], cache.values[layer], s_aux, tensors.packed[1], tensors.starts,
@@ -219,7 +273,8 @@ def paged_attention(
 
 
 def _span(config: Any, layer: int) -> Span:
-    """Return what a layer attends to, by its configuration. Some models know it by their mask only."""
+    """Return what a layer attends to, by its configuration. Some models know it by
+    their mask only."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         kind = layer_types[layer]
@@ -227,9 +282,12 @@ def _span(config: Any, layer: int) -> Span:
         kind = "sliding_attention"
     if kind == "chunked_attention":
         return Span(config.attention_chunk_size, is_chunk=True)
-    return Span(getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
+    return Span(
+        getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    )
 
 
-# There is no entry in `AttentionMaskInterface`: without one, transformers builds no mask, and does not search the
-# positions for packed sequences, which costs as much as one layer's attention.
+# There is no entry in `AttentionMaskInterface`: without one, transformers builds no
+# mask, and does not search the positions for packed sequences, which costs as much as
+# one layer's attention.
 AttentionInterface.register(ATTENTION, paged_attention)

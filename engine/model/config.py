@@ -1,4 +1,5 @@
-"""Read the configuration of a model, and refuse what cannot be served before its weights are read or downloaded."""
+"""Read the configuration of a model, and refuse what cannot be served before its
+weights are read or downloaded."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ LAYER_TYPES = RECURRENT_TYPES | {
 _OTHERWISE = "vLLM may serve it, with guided inside: docs/vllm.md"
 
 
-def read_config(model: str, revision: str | None = None, max_model_len: int | None = None) -> Any:
+def read_config(
+    model: str, revision: str | None = None, max_model_len: int | None = None
+) -> Any:
     """Read the configuration of a model, and check that the model can be served.
 
-    Fails early if the hub cannot be reached. `max_model_len`, in tokens, chooses among factors of RoPE; None: the
-    model's own. Raises as `load_model`.
+    Fails early if the hub cannot be reached. `max_model_len`, in tokens, chooses among
+    factors of RoPE; None: the model's own. Raises as `load_model`.
     """
     path = gguf_file(model)
     if path is not None:
@@ -48,7 +51,8 @@ def read_config(model: str, revision: str | None = None, max_model_len: int | No
 
 
 def model_factory(config: Any) -> Any:
-    """Return the class of transformers that loads the language model. None: there is none.
+    """Return the class of transformers that loads the language model. None: there is
+    none.
 
     The one that leaves encoders of images and sounds out comes first.
     """
@@ -71,7 +75,9 @@ def refusal(name: str, why: str) -> UnsupportedModelError:
 def _find_on_hub(model: str, revision: str | None) -> Any:
     try:
         if try_to_load_from_cache(model, "config.json", revision=revision) is None:
-            HfApi().model_info(model, revision=revision, timeout=10)  # transformers would try for a minute
+            HfApi().model_info(
+                model, revision=revision, timeout=10
+            )  # transformers would try for a minute
     except Exception as error:  # the type depends on the HTTP library
         raise OSError(
             f"there is no local directory or GGUF file {model!r}, and no such model from the hub: {_line(error)}"
@@ -80,11 +86,16 @@ def _find_on_hub(model: str, revision: str | None) -> Any:
 
 
 def _read(model: str, revision: str | None) -> Any:
-    """Read a configuration. Code of the checkpoint is not run, and transformers does not ask whether it should be."""
+    """Read a configuration. Code of the checkpoint is not run, and transformers does
+    not ask whether it should be."""
     try:
-        return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
+        return AutoConfig.from_pretrained(
+            model, revision=revision, trust_remote_code=False
+        )
     except ValueError as error:
-        raise refusal(model, f"transformers has no code of its own for it ({_line(error)})") from error
+        raise refusal(
+            model, f"transformers has no code of its own for it ({_line(error)})"
+        ) from error
 
 
 def _line(error: Exception) -> str:
@@ -97,7 +108,9 @@ def _check(config: Any) -> None:
     factory = model_factory(config)
     can_generate = getattr(getattr(transformers, name, None), "can_generate", None)
     text = config.get_text_config(decoder=True)
-    others = ", ".join(sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES))
+    others = ", ".join(
+        sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES)
+    )
     if factory is None or getattr(config, "is_encoder_decoder", False):
         raise refusal(name, "it is not a causal language model of transformers")
     if can_generate is not None and not can_generate():
@@ -110,7 +123,8 @@ def _check(config: Any) -> None:
 
 
 def _check_quantization(config: Any, name: str) -> None:
-    """Refuse quantized weights that transformers does not read, or not without another package."""
+    """Refuse quantized weights that transformers does not read, or not without another
+    package."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return
@@ -118,22 +132,33 @@ def _check_quantization(config: Any, name: str) -> None:
     try:
         quantizer, *_ = get_hf_quantizer(copy.deepcopy(config), None, None, True, {})
     except (ImportError, RuntimeError, ValueError) as error:
-        raise refusal(name, f"its weights are quantized ({method}): {_line(error)}") from error
+        raise refusal(
+            name, f"its weights are quantized ({method}): {_line(error)}"
+        ) from error
     if quantizer is None:
-        raise refusal(name, f"its weights are quantized ({method}), and transformers does not read such weights")
+        raise refusal(
+            name,
+            f"its weights are quantized ({method}), and transformers does not read such weights",
+        )
 
 
 def _choose_factors(text: Any, max_model_len: int | None) -> None:
-    """Give longrope the same factors for all lengths: the long ones if sequences may exceed the original length.
+    """Give longrope the same factors for all lengths: the long ones if sequences may
+    exceed the original length.
 
-    transformers chooses by the longest sequence of a batch, so that a sequence's output would depend on the others.
+    transformers chooses by the longest sequence of a batch, so that a sequence's output
+    would depend on the others.
     """
     parameters = getattr(text, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):
         if not isinstance(rope, dict) or rope.get("rope_type") != "longrope":
             continue
         length = max_model_len or text.max_position_embeddings
-        kept, other = ("long", "short") if length > rope["original_max_position_embeddings"] else ("short", "long")
+        kept, other = (
+            ("long", "short")
+            if length > rope["original_max_position_embeddings"]
+            else ("short", "long")
+        )
         for name in ("factor", "mscale"):
             if f"{kept}_{name}" in rope:
                 rope[f"{other}_{name}"] = rope[f"{kept}_{name}"]

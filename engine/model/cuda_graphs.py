@@ -1,7 +1,8 @@
-"""CUDA graphs of decode steps: the kernels of a step are recorded once per number of rows, and launched together.
+"""CUDA graphs of decode steps: the kernels of a step are recorded once per number of
+rows, and launched together.
 
-A graph has the addresses of what it reads and writes. So its inputs and outputs stay where they are, and so do the
-model and the KV cache.
+A graph has the addresses of what it reads and writes. So its inputs and outputs stay
+where they are, and so do the model and the KV cache.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Outputs = tuple[Tensor, ...]
 
 
 class GraphCalls:
-    """What the graphs of one `DecodeGraphs` need of CUDA. They share one memory pool, because only one of them runs
-    at a time."""
+    """What the graphs of one `DecodeGraphs` need of CUDA. They share one memory pool,
+    because only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +38,8 @@ class GraphCalls:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, run: Callable[[], None]) -> Any:
-        """Run `run` eagerly, so that Triton compiles and cuBLAS allocates, and record its kernels: the graph."""
+        """Run `run` eagerly, so that Triton compiles and cuBLAS allocates, and record
+        its kernels: the graph."""
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -47,13 +49,19 @@ class GraphCalls:
             before = torch.cuda.current_stream()
             try:
                 # Other threads call CUDA meanwhile.
-                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(
+                    graph, self._pool, self._stream, capture_error_mode="thread_local"
+                ):
                     run()
             except BaseException:
                 # The end of a failed capture raises before torch restores the stream.
                 torch.cuda.set_stream(before)
-                with suppress(RuntimeError):  # torch before 2.12 leaves the allocator in the pool
-                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+                with suppress(
+                    RuntimeError
+                ):  # torch before 2.12 leaves the allocator in the pool
+                    torch._C._cuda_endAllocateToPool(
+                        torch.cuda.current_device(), self._pool
+                    )
                 raise
         return graph
 
@@ -83,15 +91,17 @@ class DecodeGraphs:
     """A graph per number of rows. A step with fewer rows is padded.
 
     Args:
-        forward: runs the model on inputs, int64 `[height, rows]`, and block tables, int64 `[rows, max_blocks]`, both on
-            the device, without waiting for the device.
+        forward: runs the model on inputs, int64 `[height, rows]`, and block tables,
+            int64 `[rows, max_blocks]`, both on the device, without waiting for the
+            device.
         padding: the inputs of a row that pads a step, int64 `[height]`.
         max_blocks: the number of blocks of the longest sequence.
         sizes: the numbers of rows, the largest first.
 
     Raises:
-        Exception: what the model's code raises where it waits for the device, or what the first capture raises. If a
-            later one fails, the graphs before it are kept, and smaller steps are padded to them.
+        Exception: what the model's code raises where it waits for the device, or what
+            the first capture raises. If a later one fails, the graphs before it are
+            kept, and smaller steps are padded to them.
     """
 
     def __init__(
@@ -106,42 +116,65 @@ class DecodeGraphs:
         self._calls = calls
         self._forward = forward
         self._padding = padding[:, None]
-        self._tables = torch.zeros(sizes[0], max_blocks, dtype=torch.int64, device=device)
-        """Block tables. What a step does not overwrite is of an earlier one: valid blocks, behind the end of each
-        sequence."""
+        self._tables = torch.zeros(
+            sizes[0], max_blocks, dtype=torch.int64, device=device
+        )
+        """Block tables. What a step does not overwrite is of an earlier one: valid
+        blocks, behind the end of each sequence."""
         pinned = partial(
-            torch.empty, (len(padding) + max_blocks) * sizes[0], dtype=torch.int64, pin_memory=device.type == "cuda"
+            torch.empty,
+            (len(padding) + max_blocks) * sizes[0],
+            dtype=torch.int64,
+            pin_memory=device.type == "cuda",
         )
         self._staging = deque((pinned(), calls.record()) for _ in range(2))
-        """What is copied to the inputs and `_tables`, in turn, and an event after the last copy: a step is written
-        while that of the step before it may still be copied."""
+        """What is copied to the inputs and `_tables`, in turn, and an event after the
+        last copy: a step is written while that of the step before it may still be
+        copied."""
         self._outputs: Outputs = ()
         """Shared by all sizes: logits of each would take gigabytes."""
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
         """Graphs and their inputs, by number of rows."""
-        for size in tqdm(sizes, desc="capturing CUDA graphs", disable=len(sizes) == 1 or None):
+        for size in tqdm(
+            sizes, desc="capturing CUDA graphs", disable=len(sizes) == 1 or None
+        ):
             inputs = self._padding.repeat(1, size).to(device)
             tables = self._tables[:size]
             self._outputs = self._outputs or forward(inputs, tables)
             try:
-                self._graphs[size] = calls.capture(partial(self._record, inputs, tables)), inputs
+                self._graphs[size] = (
+                    calls.capture(partial(self._record, inputs, tables)),
+                    inputs,
+                )
             except RuntimeError as error:
                 if not self._graphs:
                     raise
                 cause = error.__context__ or error
-                logger.warning("there are no CUDA graphs below %d rows: %s", min(self._graphs), bounded(repr(cause)))
+                logger.warning(
+                    "there are no CUDA graphs below %d rows: %s",
+                    min(self._graphs),
+                    bounded(repr(cause)),
+                )
                 break
 
     def _record(self, inputs: Tensor, tables: Tensor) -> None:
-        for kept, output in zip(self._outputs, self._forward(inputs, tables), strict=True):
+        for kept, output in zip(
+            self._outputs, self._forward(inputs, tables), strict=True
+        ):
             kept[: len(output)].copy_(output)
 
-    def run(self, columns: NDArray[np.int64], tables: NDArray[np.int64], tokens: Tensor | None = None) -> Outputs:
+    def run(
+        self,
+        columns: NDArray[np.int64],
+        tables: NDArray[np.int64],
+        tokens: Tensor | None = None,
+    ) -> Outputs:
         """Run a decode step. Its outputs are overwritten by the next one.
 
         Args:
             columns: the inputs, int64 `[height, rows]`.
-            tables: blocks of each row, int64 `[rows, up to max_blocks]`, padded with any valid block.
+            tables: blocks of each row, int64 `[rows, up to max_blocks]`, padded with
+                any valid block.
             tokens: int64 `[rows]`, on the device: replaces the first line of `columns`.
         """
         rows, width = tables.shape

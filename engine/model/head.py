@@ -1,4 +1,5 @@
-"""Logits from hidden states: by the head of a model or, where more than the head follows its body, its own forward."""
+"""Logits from hidden states: by the head of a model or, where more than the head
+follows its body, its own forward."""
 
 from __future__ import annotations
 
@@ -16,22 +17,28 @@ Head = Callable[[Tensor], Tensor]
 
 
 class _BodyOutput(dict[str | int, Any]):
-    """The output of a body. What a forward pass looks for besides the hidden states is None."""
+    """The output of a body. What a forward pass looks for besides the hidden states is
+    None."""
 
     __getattr__ = __getitem__ = dict.get
 
 
 def body_name(model: Any) -> str:
     """Return the name of the part of a model that makes the hidden states."""
-    names = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
+    names = [
+        name
+        for name, part in model.named_children()
+        if isinstance(part, PreTrainedModel)
+    ]
     return str(names[0])
 
 
 def heads_of(model: Any, hidden: Tensor) -> list[Head]:
     """Return what may compute the model's logits, the likely one first.
 
-    For most models the forward pass does the same as the head, and costs more: then there is only the head. `hidden`,
-    `[rows, hidden]`, are hidden states of the model, compared at two scales: a soft cap changes large logits only.
+    For most models the forward pass does the same as the head, and costs more: then
+    there is only the head. `hidden`, `[rows, hidden]`, are hidden states of the model,
+    compared at two scales: a soft cap changes large logits only.
     """
     head: Head = model.get_output_embeddings()
     forward = partial(_run, _without_body(model))
@@ -45,7 +52,8 @@ def heads_of(model: Any, hidden: Tensor) -> list[Head]:
 
 
 def _without_body(model: Any) -> Any:
-    """Return a model with the same weights, of which the body returns the embeddings that it is given."""
+    """Return a model with the same weights, of which the body returns the embeddings
+    that it is given."""
     name = body_name(model)
     body = copy.copy(model._modules[name])
     body.forward = lambda *args, inputs_embeds, **others: _BodyOutput(

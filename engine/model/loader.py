@@ -1,4 +1,5 @@
-"""Load a causal language model and its tokenizer through transformers. Models that cannot be served are rejected."""
+"""Load a causal language model and its tokenizer through transformers. Models that
+cannot be served are rejected."""
 
 from __future__ import annotations
 
@@ -30,20 +31,24 @@ from guided.vocabulary import Vocabulary
 _PLANS: dict[str, dict[str, str]] = {
     "opt": {
         "model.decoder.embed_tokens": "embedding_rowwise",
-        **{f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        **{
+            f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"
+        },
         "model.decoder.layers.*.self_attn.out_proj": "rowwise",
         "model.decoder.layers.*.fc1": "colwise",
         "model.decoder.layers.*.fc2": "rowwise",
         "lm_head": "colwise_gather_output",
     }
 }
-"""Plans for tensor parallelism by `model_type`, in transformers' terms, where transformers has none."""
+"""Plans for tensor parallelism by `model_type`, in transformers' terms, where
+transformers has none."""
 
 
 @dataclass
 class LoadedModel:
-    """A model that has passed the probe. `body` makes hidden states `[1, tokens, hidden]`, and `head` logits `[rows,
-    padded_vocab_size]`. `layers` are by index; with tensor parallelism those of this process's heads."""
+    """A model that has passed the probe. `body` makes hidden states `[1, tokens,
+    hidden]`, and `head` logits `[rows, padded_vocab_size]`. `layers` are by index; with
+    tensor parallelism those of this process's heads."""
 
     name: str
     config: Any
@@ -63,29 +68,40 @@ class LoadedModel:
     """The states of its recurrent layers, if it has some."""
 
     def context_length(self, wanted: int | None) -> int:
-        """Return `wanted`, in tokens, or the model's own context length if it is None. More than that is refused."""
+        """Return `wanted`, in tokens, or the model's own context length if it is None.
+        More than that is refused."""
         if wanted is not None and wanted > self.max_model_len:
-            raise ValueError(f"max_model_len is {wanted}; the context of this model is {self.max_model_len} tokens")
+            raise ValueError(
+                f"max_model_len is {wanted}; the context of this model is {self.max_model_len} tokens"
+            )
         return wanted or self.max_model_len
 
     def new_cache(self, num_blocks: int, block_size: int, max_seqs: int) -> KVCache:
-        """Allocate a KV cache, and the states of recurrent layers, with one more for rows that pad a decode step."""
+        """Allocate a KV cache, and the states of recurrent layers, with one more for
+        rows that pad a decode step."""
         if self.layout is None:
             states = None
         else:
             states = RecurrentStates(self.layout, max_seqs + 1, self.device)
-        return KVCache(self.layers, num_blocks, block_size, self.dtype, self.device, states)
+        return KVCache(
+            self.layers, num_blocks, block_size, self.dtype, self.device, states
+        )
 
 
-def load_model(model: str, *, max_model_len: int | None = None, **options: Any) -> LoadedModel:
-    """Load a model from a directory, a GGUF file, an installed wheel (`WHEELS`) or the hub.
+def load_model(
+    model: str, *, max_model_len: int | None = None, **options: Any
+) -> LoadedModel:
+    """Load a model from a directory, a GGUF file, an installed wheel (`WHEELS`) or the
+    hub.
 
-    `max_model_len` is the maximum length of prompt and output together. None: the model's own limit. `options` are
-    fields of `LoadOptions`.
+    `max_model_len` is the maximum length of prompt and output together. None: the
+    model's own limit. `options` are fields of `LoadOptions`.
 
     Raises:
-        UnsupportedModelError: the engine cannot serve this architecture. The message says why.
-        OSError, ValueError: the model is not found, the dtype is unknown, or the machine has no such device.
+        UnsupportedModelError: the engine cannot serve this architecture. The message
+            says why.
+        OSError, ValueError: the model is not found, the dtype is unknown, or the
+            machine has no such device.
     """
     how = LoadOptions(**options)
     device = _find_device(how.device)
@@ -105,8 +121,11 @@ def load_model(model: str, *, max_model_len: int | None = None, **options: Any) 
         raise
 
 
-def check_model(model: str, revision: str | None = None, max_model_len: int | None = None) -> Any:
-    """Check that a model can be served, as far as that shows without its weights. Returns its configuration.
+def check_model(
+    model: str, revision: str | None = None, max_model_len: int | None = None
+) -> Any:
+    """Check that a model can be served, as far as that shows without its weights.
+    Returns its configuration.
 
     Raises as `load_model`.
     """
@@ -115,13 +134,16 @@ def check_model(model: str, revision: str | None = None, max_model_len: int | No
         shell = model_factory(config).from_config(
             copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=ATTENTION
         )
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # some operations need numbers
+        with contextlib.suppress(
+            NotImplementedError, RuntimeError
+        ):  # some operations need numbers
             Probe(shell, _body(shell)).record()
     return config
 
 
 def load_part(model: str, how: LoadOptions, max_model_len: int | None) -> LoadedModel:
-    """Load the part of a rank of tensor parallelism, while rank 0 calls `load_model`."""
+    """Load the part of a rank of tensor parallelism, while rank 0 calls
+    `load_model`."""
     return _load(model, read_config(model, how.revision, max_model_len), how)
 
 
@@ -130,8 +152,11 @@ def _limited(loaded: LoadedModel, max_model_len: int | None) -> LoadedModel:
     return replace(loaded, max_model_len=loaded.context_length(max_model_len))
 
 
-def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None = None) -> LoadedModel:
-    """Read the weights: all of them to `device`, or, if it is None, this process's part for tensor parallelism."""
+def _load(
+    model: str, config: Any, how: LoadOptions, device: torch.device | None = None
+) -> LoadedModel:
+    """Read the weights: all of them to `device`, or, if it is None, this process's part
+    for tensor parallelism."""
     place, others = pretrained(model)
     path = gguf_file(model)
     plan = None
@@ -140,7 +165,9 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         from transformers.distributed import DistributedConfig
 
         # With a plan of None, transformers uses its own.
-        others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size, tp_plan=plan)
+        others["distributed_config"] = DistributedConfig(
+            tp_size=how.tensor_parallel_size, tp_plan=plan
+        )
     else:
         others["device_map"] = {"": device}
     if path is not None:
@@ -157,8 +184,14 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     )
     missing = sorted(report["missing_keys"])
     if missing and path is None:  # `complete` counts those of a GGUF file
-        raise refusal(architecture(config), f"its files lack {len(missing)} weights, such as {missing[0]}")
-    if plan is not None:  # with its own plans, transformers reads the heads from the size of the projections
+        raise refusal(
+            architecture(config),
+            f"its files lack {len(missing)} weights, such as {missing[0]}",
+        )
+    if (
+        plan is not None
+        # with its own plans, transformers reads the heads from the size of the projections
+    ):
         for module in loaded.modules():
             if hasattr(module, "num_heads"):
                 module.num_heads //= how.tensor_parallel_size
@@ -169,7 +202,9 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         revision = None
     else:
         revision = how.revision
-    tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False, **options)
+    tokenizer = AutoTokenizer.from_pretrained(
+        place, revision=revision, trust_remote_code=False, **options
+    )
     if how.chat_template is not None:
         tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
     if not tokenizer.chat_template:
@@ -178,17 +213,23 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
 
 
 def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
-    """Return the dtype to load: for "auto" the checkpoint's, but float32 on a CPU without instructions for it. torch
-    multiplies such matrices element by element there."""
+    """Return the dtype to load: for "auto" the checkpoint's, but float32 on a CPU
+    without instructions for it. torch multiplies such matrices element by element
+    there."""
     if name != "auto":
         return getattr(torch, name)
     if device is not None:
         on_cpu = device.type == "cpu"
     else:
         on_cpu = not torch.cuda.is_available()
-    stored: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+    stored: Any = getattr(config, "dtype", None) or getattr(
+        config.get_text_config(decoder=True), "dtype", None
+    )
     # Operators that tell whether this CPU multiplies a dtype quickly.
-    fast = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    fast = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }
     if on_cpu:
         check = fast.get(stored)
     else:
@@ -199,12 +240,21 @@ def _dtype(name: str, config: Any, device: torch.device | None) -> Any:
 
 
 def _check_plan(config: Any, size: int, device: torch.device) -> None:
-    """Reject a model without a plan, or with heads that cannot be split, and another device than transformers uses."""
+    """Reject a model without a plan, or with heads that cannot be split, and another
+    device than transformers uses."""
     text = config.get_text_config(decoder=True)
     name = architecture(config)
-    if not getattr(text, "base_model_tp_plan", None) and config.model_type not in _PLANS:
-        raise UnsupportedModelError(f"{name} has no plan for tensor parallelism in transformers")
-    heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if (
+        not getattr(text, "base_model_tp_plan", None)
+        and config.model_type not in _PLANS
+    ):
+        raise UnsupportedModelError(
+            f"{name} has no plan for tensor parallelism in transformers"
+        )
+    heads = (
+        text.num_attention_heads,
+        getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+    )
     if any(count % size for count in heads):
         raise UnsupportedModelError(
             f"{name} can't be split over {size} processes: it has {heads[0]} heads and {heads[1]} key heads"
@@ -214,11 +264,14 @@ def _check_plan(config: Any, size: int, device: torch.device) -> None:
     else:
         kind = "cpu"
     if device.type != kind or device.index is not None:
-        raise ValueError(f"device is {str(device)!r}; with tensor_parallel_size it must be {kind}")
+        raise ValueError(
+            f"device is {str(device)!r}; with tensor_parallel_size it must be {kind}"
+        )
 
 
 def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
-    """Check a model of transformers that generates text, give it the paged attention and run a probe."""
+    """Check a model of transformers that generates text, give it the paged attention
+    and run a probe."""
     config = model.config.get_text_config(decoder=True)
     model = model.eval().requires_grad_(False)
     body = _body(model)
@@ -246,9 +299,12 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         layers=probe.layers,
         tokenizer=tokenizer,
         vocabulary=Vocabulary.from_tokenizer(
-            tokenizer, padded_vocab_size=weight.shape[0], stop_token_ids=_stop_tokens(model, tokenizer)
+            tokenizer,
+            padded_vocab_size=weight.shape[0],
+            stop_token_ids=_stop_tokens(model, tokenizer),
         ),
-        max_model_len=getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 1 << 20),
+        max_model_len=getattr(config, "max_position_embeddings", None)
+        or min(tokenizer.model_max_length, 1 << 20),
         dtype=weight.dtype,
         device=weight.device,
         layout=probe.layout,
@@ -266,7 +322,9 @@ def _optimise(model: Any, body: torch.nn.Module, probe: Probe, head: Head) -> No
 def _body(model: Any) -> torch.nn.Module:
     """Return the language model without its head, and without encoders."""
     is_text = model.config is model.config.get_text_config(decoder=True)
-    body: torch.nn.Module = getattr(model, body_name(model)) if is_text else model.get_decoder()
+    body: torch.nn.Module = (
+        getattr(model, body_name(model)) if is_text else model.get_decoder()
+    )
     return body
 
 
@@ -284,8 +342,13 @@ def _find_device(name: str) -> torch.device:
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an output, from the generation config, the config and the tokenizer."""
-    sources = getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer
+    """Return the tokens that end an output, from the generation config, the config and
+    the tokenizer."""
+    sources = (
+        getattr(model, "generation_config", None),
+        model.config.get_text_config(decoder=True),
+        tokenizer,
+    )
     tokens: list[int] = []
     for source in sources:
         given = getattr(source, "eos_token_id", None)

@@ -1,9 +1,11 @@
-"""The attention on CUDA: one Triton kernel reads keys and values where the cache has them. It serves decodes, prefills,
-chunks and cached prefixes alike, and a CUDA graph can hold it: grid and shapes depend on padded sizes only.
+"""The attention on CUDA: one Triton kernel reads keys and values where the cache has
+them. It serves decodes, prefills, chunks and cached prefixes alike, and a CUDA graph
+can hold it: grid and shapes depend on padded sizes only.
 
-A program computes a tile: some tokens of one sequence, for the query heads that share a key head. Where tiles are few
-and keys may be many, several programs take a part of the keys each (flash decoding).
-This has not run on a GPU yet: tests run it in Triton's interpreter, and compile it.
+A program computes a tile: some tokens of one sequence, for the query heads that share a
+key head. Where tiles are few and keys may be many, several programs take a part of the
+keys each (flash decoding). This has not run on a GPU yet: tests run it in Triton's
+interpreter, and compile it.
 """
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -23,7 +25,9 @@ _KEYS_OF_SPLIT = 256
 """Minimum number of keys of a program, where the keys are split."""
 
 
-@triton.jit(do_not_specialize=["positions", "starts", "tables", "span", "sequences", "width"])
+@triton.jit(
+    do_not_specialize=["positions", "starts", "tables", "span", "sequences", "width"]
+)
 def _attend(
     query, keys, values, sinks, positions, starts, tables, out, sums, scale, span, sequences, width,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, IS_CHUNK: tl.constexpr,
@@ -60,7 +64,11 @@ def _attend(
     is_column = column < KEY_DIM
     value_column = tl.arange(0, VALUE_COLUMNS)[None, :]
     is_value_column = value_column < VALUE_DIM
-    q = tl.load(query + place[:, None] * KEY_DIM + column, mask=is_row[:, None] & is_column, other=0.0)
+    q = tl.load(
+        query + place[:, None] * KEY_DIM + column,
+        mask=is_row[:, None] & is_column,
+        other=0.0,
+    )
 
     since = position + 1 - span
     if IS_CHUNK:
@@ -85,28 +93,41 @@ def _attend(
         slot = ((block * BLOCK + key % BLOCK) * key_heads + head)[:, None]
         k = tl.load(keys + slot * KEY_DIM + column, mask=is_column, other=0.0)
         # What is after the last key may be NaN.
-        v = tl.load(values + slot * VALUE_DIM + value_column, mask=is_key[:, None] & is_value_column, other=0.0)
+        v = tl.load(
+            values + slot * VALUE_DIM + value_column,
+            mask=is_key[:, None] & is_value_column,
+            other=0.0,
+        )
         scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
         if SOFTCAP is not None:
-            scores = SOFTCAP - 2 * SOFTCAP / (tl.exp(scores * 2 / SOFTCAP) + 1)  # a tanh
+            scores = SOFTCAP - 2 * SOFTCAP / (
+                tl.exp(scores * 2 / SOFTCAP) + 1
+            )  # a tanh
         is_attended = (key <= position[:, None]) & (key >= since[:, None]) & is_key
         scores = tl.where(is_attended, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp(scores - new_peak[:, None])
         shrunk = tl.exp(peak - new_peak)
         total = total * shrunk + tl.sum(weights, 1)
-        result = result * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
+        result = result * shrunk[:, None] + tl.dot(
+            weights.to(v.dtype), v, input_precision="tf32x3"
+        )
         peak = new_peak
     result /= tl.maximum(total, 1e-30)[:, None]
     place = place * splits + split
     at = out + place[:, None] * VALUE_DIM + value_column
-    tl.store(at, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value_column)
+    tl.store(
+        at, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_value_column
+    )
     if sums is not None:
         tl.store(sums + place, peak + tl.log(total), mask=is_row)
 
 
-def constants(query: Tensor, keys: Tensor, values: Tensor, is_decode: bool) -> dict[str, Any]:
-    """Return those constants of `_attend` that depend on the model, and on whether each sequence has one token."""
+def constants(
+    query: Tensor, keys: Tensor, values: Tensor, is_decode: bool
+) -> dict[str, Any]:
+    """Return those constants of `_attend` that depend on the model, and on whether each
+    sequence has one token."""
     key_dim = query.shape[2]
     value_dim = values.shape[2]
     group = query.shape[1] // keys.shape[1]
@@ -147,7 +168,8 @@ def attend(
     span: int,
     is_chunk: bool,
 ) -> Tensor:
-    """Compute the attention of a step: `[tokens, heads, value_dim]`. All but `query` is contiguous.
+    """Compute the attention of a step: `[tokens, heads, value_dim]`. All but `query` is
+    contiguous.
 
     Args:
         query: `[tokens, heads, key_dim]`.
@@ -155,12 +177,15 @@ def attend(
         values: `[slots, kv_heads, value_dim]`.
         sinks: `[heads]`: scores of a key without a value.
         positions: int64 `[tokens]`.
-        starts: int64 `[sequences + 1]`: the first token of each sequence, and the number of tokens. With as many tokens
-            as sequences, each sequence has one. What comes after the last sequence is not computed.
-        tables: int64 `[sequences, blocks]`: blocks of each sequence, padded with any number.
+        starts: int64 `[sequences + 1]`: the first token of each sequence, and the
+            number of tokens. With as many tokens as sequences, each sequence has one.
+            What comes after the last sequence is not computed.
+        tables: int64 `[sequences, blocks]`: blocks of each sequence, padded with any
+            number.
         scale: factor of the scores.
         softcap: bound of the scores, which a tanh keeps.
-        span: number of tokens that a token attends to, with itself; or length of the chunks.
+        span: number of tokens that a token attends to, with itself; or length of the
+            chunks.
         is_chunk: a token attends to the tokens before it in its chunk.
     """
     num_tokens, heads, _ = query.shape
@@ -168,12 +193,16 @@ def attend(
     key_heads, value_dim = values.shape[1:]
     shape = constants(query, keys, values, num_tokens == sequences)
     tiles = (num_tokens + sequences * (shape["TOKENS"] - 1)) // shape["TOKENS"]
-    splits = max(1, min(_PROGRAMS // (tiles * key_heads), width * block_size // _KEYS_OF_SPLIT))
+    splits = max(
+        1, min(_PROGRAMS // (tiles * key_heads), width * block_size // _KEYS_OF_SPLIT)
+    )
     result: Tensor = _output(query, keys, values)
     parts = result
     sums = None
     if splits > 1:
-        parts = result.new_empty(num_tokens, heads, splits, value_dim, dtype=torch.float32)
+        parts = result.new_empty(
+            num_tokens, heads, splits, value_dim, dtype=torch.float32
+        )
         sums = parts.new_empty(parts.shape[:3])
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         _attend[tiles, key_heads, splits](

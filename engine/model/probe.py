@@ -1,4 +1,5 @@
-"""The probe: a model is served if the engine's first tokens are those of transformers' own generation."""
+"""The probe: a model is served if the engine's first tokens are those of transformers'
+own generation."""
 
 from __future__ import annotations
 
@@ -14,8 +15,18 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from engine.memory.kv_cache import KVCache, LayerShapes
-from engine.memory.recurrent import RecurrentStates, StateLayout, StepStates, is_recurrent
-from engine.model.attention import ATTENTION, FlattenedRow, PagedContext, UnsupportedModelError
+from engine.memory.recurrent import (
+    RecurrentStates,
+    StateLayout,
+    StepStates,
+    is_recurrent,
+)
+from engine.model.attention import (
+    ATTENTION,
+    FlattenedRow,
+    PagedContext,
+    UnsupportedModelError,
+)
 from engine.model.config import refusal
 from engine.model.gathered_attention import Prefill
 from engine.model.head import Head, heads_of
@@ -45,7 +56,9 @@ class _Recorder(KVCache):
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         if layer in self.layers:
-            raise UnsupportedModelError(f"two attention modules of the model have layer index {layer}")
+            raise UnsupportedModelError(
+                f"two attention modules of the model have layer index {layer}"
+            )
         self.layers[layer] = LayerShapes(key.shape[1], key.shape[2], value.shape[2])
 
 
@@ -66,16 +79,23 @@ class Probe:
         self._body = body
         self._weight = model.get_output_embeddings().weight
         config = model.config.get_text_config(decoder=True)
-        self._prompts = [[token % config.vocab_size for token in prompt] for prompt in _PROMPTS]
+        self._prompts = [
+            [token % config.vocab_size for token in prompt] for prompt in _PROMPTS
+        ]
         if is_recurrent(config):
             parameters = inspect.signature(model.forward).parameters
-            self.layout = StateLayout({}, "cache_params" if "cache_params" in parameters else "past_key_values")
+            self.layout = StateLayout(
+                {},
+                "cache_params" if "cache_params" in parameters else "past_key_values",
+            )
 
     def record(self) -> None:
-        """Find out what the layers store. The model may be without weights, on the device "meta".
+        """Find out what the layers store. The model may be without weights, on the
+        device "meta".
 
         Raises:
-            UnsupportedModelError: its attention or its cache needs what the engine does not have.
+            UnsupportedModelError: its attention or its cache needs what the engine does
+                not have.
         """
         recorder = _Recorder(self._weight, self._new_states())
         self._model.set_attn_implementation(ATTENTION)
@@ -95,9 +115,10 @@ class Probe:
             raise self._refusal("it does not call the attention backend")
 
     def find_head(self) -> Head:
-        """Prefill two prompts, one in two chunks, decode a token of each together, and compare the logits with those of
-        transformers' own generation. No flag of a model says what this shows: that nothing mixes the sequences, and
-        what follows the hidden states.
+        """Prefill two prompts, one in two chunks, decode a token of each together, and
+        compare the logits with those of transformers' own generation. No flag of a
+        model says what this shows: that nothing mixes the sequences, and what follows
+        the hidden states.
 
         Raises:
             UnsupportedModelError: the logits differ.
@@ -106,16 +127,21 @@ class Probe:
         generated = [self._generate(prompt) for prompt in self._prompts]
         self._model.set_attn_implementation(ATTENTION)
         self._firsts = [int(output.sequences[0, -2]) for output in generated]
-        self._expected = torch.cat([output.logits[step] for step in range(2) for output in generated]).float()
+        self._expected = torch.cat(
+            [output.logits[step] for step in range(2) for output in generated]
+        ).float()
         hidden = self._compute()
         for head in heads_of(self._model, hidden):
             if self._agrees(head(hidden)):
                 return head
-        raise self._refusal("its logits with paged attention differ from transformers' own")
+        raise self._refusal(
+            "its logits with paged attention differ from transformers' own"
+        )
 
     def optimise(self, head: Head, change: Callable[[], None], name: str) -> None:
-        """Change the model's kernels. If the logits are no longer those of transformers' own generation, or `change`
-        raises, undo it with a warning, in which the kernels are called `name`."""
+        """Change the model's kernels. If the logits are no longer those of
+        transformers' own generation, or `change` raises, undo it with a warning, in
+        which the kernels are called `name`."""
         attributes = {part: dict(vars(part)) for part in self._model.modules()}
         try:
             change()
@@ -148,12 +174,20 @@ class Probe:
                 steps = [(other,), ((long, 0, 1),)]
         cache = self._new_cache()
         last = [self._prefill(cache, *spans)[-1:] for spans in steps]
-        tokens: list[Span] = [([self._firsts[row]], len(prompt), row) for row, prompt in enumerate(self._prompts)]
-        decodes = PagedContext(_packed(tokens), [], np.array([[0], [1]]), state_slots=[0, 1])
-        return torch.cat([last[0], last[-1], decodes.run(self._body, cache, self._weight.device)])
+        tokens: list[Span] = [
+            ([self._firsts[row]], len(prompt), row)
+            for row, prompt in enumerate(self._prompts)
+        ]
+        decodes = PagedContext(
+            _packed(tokens), [], np.array([[0], [1]]), state_slots=[0, 1]
+        )
+        return torch.cat(
+            [last[0], last[-1], decodes.run(self._body, cache, self._weight.device)]
+        )
 
     def _resumes(self, begin: Span, end: Span) -> bool:
-        """Return whether a second chunk takes the states of the first. Mamba 1 takes those of its convolution only."""
+        """Return whether a second chunk takes the states of the first. Mamba 1 takes
+        those of its convolution only."""
         outputs: list[Tensor] = []
         for forgets in (False, True):
             cache = self._new_cache()
@@ -162,7 +196,9 @@ class Probe:
                 for (kind, *_), tensor in cache.states.tensors.items():
                     tensor.mul_(kind == "conv")
             outputs.append(self._prefill(cache, end))
-        has_others = self.layout is not None and any(kind != "conv" for kind, *_ in self.layout.shapes)
+        has_others = self.layout is not None and any(
+            kind != "conv" for kind, *_ in self.layout.shapes
+        )
         return not (has_others and torch.equal(*outputs))
 
     def _prefill(self, cache: KVCache, *spans: Span) -> Tensor:
@@ -173,7 +209,9 @@ class Probe:
             total += len(tokens)
             prefills.append((total - len(tokens), total, start))
         rows = [row for *_, row in spans]
-        step = PagedContext(_packed(spans), prefills, np.array(rows)[:, None], state_slots=rows)
+        step = PagedContext(
+            _packed(spans), prefills, np.array(rows)[:, None], state_slots=rows
+        )
         return step.run(self._body, cache, self._weight.device)
 
     def _new_states(self) -> RecurrentStates | None:
@@ -197,7 +235,9 @@ class Probe:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        return self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        return self._model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=config
+        )
 
     def _refusal(self, why: str) -> UnsupportedModelError:
         return refusal(type(self._model).__name__, why)
@@ -213,7 +253,9 @@ def _packed(spans: Iterable[Span]) -> NDArray[np.int64]:
 
 
 def _alike(ours: Tensor, theirs: Tensor, least: float) -> bool:
-    if ours.shape != theirs.shape or not torch.allclose(ours.std(), theirs.std(), rtol=0.05):
+    if ours.shape != theirs.shape or not torch.allclose(
+        ours.std(), theirs.std(), rtol=0.05
+    ):
         return False
     pairs = torch.stack([ours.flatten(), theirs.flatten()])
     return bool(torch.corrcoef(pairs.double())[0, 1] >= least)

@@ -1,8 +1,10 @@
-"""Ranks: the processes of tensor parallelism. transformers splits the layers of a model over them.
+"""Ranks: the processes of tensor parallelism. transformers splits the layers of a model
+over them.
 
-The engine's process is rank 0: it alone has sequences, masks and sampling. It sends each step to the other ranks
-(`serve`), and all run it together. torch.distributed adds their parts up. The ranks are child processes, not Ray
-actors: they end with the engine, and a closed socket tells that one has died.
+The engine's process is rank 0: it alone has sequences, masks and sampling. It sends
+each step to the other ranks (`serve`), and all run it together. torch.distributed adds
+their parts up. The ranks are child processes, not Ray actors: they end with the engine,
+and a closed socket tells that one has died.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class CacheSize(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Select rows of the last hidden states, None: all. Hidden states that sequences have kept follow them."""
+    """Select rows of the last hidden states, None: all. Hidden states that sequences
+    have kept follow them."""
 
     rows: list[int] | None
     kept: list[NDArray[np.float32]]
@@ -46,14 +49,19 @@ class Selection(NamedTuple):
     def of(self, hidden: Tensor) -> Tensor:
         """Return what is selected, `[rows, hidden]`."""
         if self.rows is not None:
-            hidden = hidden.index_select(0, torch.tensor(self.rows, dtype=torch.int64, device=hidden.device))
+            hidden = hidden.index_select(
+                0, torch.tensor(self.rows, dtype=torch.int64, device=hidden.device)
+            )
         if self.kept:
-            hidden = torch.cat([hidden, torch.from_numpy(np.stack(self.kept)).to(hidden)])
+            hidden = torch.cat(
+                [hidden, torch.from_numpy(np.stack(self.kept)).to(hidden)]
+            )
         return hidden
 
 
 def run_steps(steps: list[PagedContext], model: Any, cache: Any) -> Tensor:
-    """Run the forward passes of a step on this process's part of the model: hidden states `[tokens, hidden]`."""
+    """Run the forward passes of a step on this process's part of the model: hidden
+    states `[tokens, hidden]`."""
     hidden = [step.run(model.body, cache, model.device) for step in steps]
     if len(hidden) == 1:
         return hidden[0]
@@ -61,20 +69,33 @@ def run_steps(steps: list[PagedContext], model: Any, cache: Any) -> Tensor:
 
 
 class Ranks:
-    """Starts the other ranks, and joins them as rank 0. One instance per process at a time."""
+    """Starts the other ranks, and joins them as rank 0. One instance per process at a
+    time."""
 
-    def __init__(self, model: str, options: LoadOptions, max_model_len: int | None, device_type: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        options: LoadOptions,
+        max_model_len: int | None,
+        device_type: str,
+    ) -> None:
         self.size = size = options.tensor_parallel_size
         if distributed.is_initialized():
-            raise ValueError("torch.distributed is in use in this process: shut the other model down first")
+            raise ValueError(
+                "torch.distributed is in use in this process: shut the other model down first"
+            )
         if device_type == "cuda" and torch.cuda.device_count() < size:
-            raise ValueError(f"tensor_parallel_size is {size}; this machine has {torch.cuda.device_count()} GPUs")
+            raise ValueError(
+                f"tensor_parallel_size is {size}; this machine has {torch.cuda.device_count()} GPUs"
+            )
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         try:
             store = open_store(0, size, is_master=True)
             for rank in range(1, size):
-                self._start(rank, store.port, model, options, max_model_len, device_type)
+                self._start(
+                    rank, store.port, model, options, max_model_len, device_type
+                )
             for connection in self._connections:
                 connection.recv()  # its imports are done
             join(store, 0, size, device_type)
@@ -84,16 +105,23 @@ class Ranks:
     def _start(self, *setup: object) -> None:
         ours, theirs = Pipe()
         imports = "from engine.model.loader import load_part; from engine.model.ranks import serve"
-        command = [sys.executable, "-c", f"{imports}; serve({theirs.fileno()}, load_part)"]
+        command = [
+            sys.executable,
+            "-c",
+            f"{imports}; serve({theirs.fileno()}, load_part)",
+        ]
         self._connections.append(ours)
         with theirs:  # a session of its own: Ctrl-C is for the engine
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], start_new_session=True
+            )
         self._processes.append(process)
         ours.send(setup)
 
     @contextlib.contextmanager
     def running(self, message: object) -> Iterator[None]:
-        """Have the other ranks do what rank 0 does in this context. After an error of a rank, no step follows."""
+        """Have the other ranks do what rank 0 does in this context. After an error of a
+        rank, no step follows."""
         try:
             for connection in self._connections:
                 connection.send(message)
@@ -102,8 +130,12 @@ class Ranks:
             raise self.ended(error) from error
 
     def ended(self, error: Exception) -> InternalError:
-        """End all ranks, because of an error in rank 0 or a rank that has ended. Returns the error to raise."""
-        codes = {rank: _exit_code(process) for rank, process in enumerate(self._processes, start=1)}
+        """End all ranks, because of an error in rank 0 or a rank that has ended.
+        Returns the error to raise."""
+        codes = {
+            rank: _exit_code(process)
+            for rank, process in enumerate(self._processes, start=1)
+        }
         self.close()
         for rank, code in codes.items():
             if code is not None:
@@ -112,7 +144,9 @@ class Ranks:
                 else:
                     how = f"has ended with status {code}"
                 return InternalError(f"rank {rank} of tensor parallelism {how}")
-        return InternalError(f"a step of tensor parallelism has failed: {type(error).__name__}: {bounded(error)}")
+        return InternalError(
+            f"a step of tensor parallelism has failed: {type(error).__name__}: {bounded(error)}"
+        )
 
     def close(self) -> None:
         """End the other ranks, and leave the process group. Idempotent."""
@@ -131,14 +165,20 @@ class Ranks:
 
 
 @torch.inference_mode()
-def serve(descriptor: int, load_part: Callable[[str, LoadOptions, int | None], Any]) -> None:
-    """Run one rank other than 0, until the engine closes the socket `descriptor`, or until the first error, which the
-    other ranks notice in their next collective operation. The messages are the rank's setup, then `CacheSize`s,
-    lists of `PagedContext`s, `Selection`s, and None to run the head on what was selected last."""
+def serve(
+    descriptor: int, load_part: Callable[[str, LoadOptions, int | None], Any]
+) -> None:
+    """Run one rank other than 0, until the engine closes the socket `descriptor`, or
+    until the first error, which the other ranks notice in their next collective
+    operation. The messages are the rank's setup, then `CacheSize`s, lists of
+    `PagedContext`s, `Selection`s, and None to run the head on what was selected
+    last."""
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionResetError):
         rank, port, name, options, max_model_len, device_type = connection.recv()
-        os.environ["LOCAL_RANK"] = str(rank)  # transformers takes the GPU of this number
+        os.environ["LOCAL_RANK"] = str(
+            rank
+        )  # transformers takes the GPU of this number
         connection.send(None)
         size = options.tensor_parallel_size
         join(open_store(port, size), rank, size, device_type)
@@ -151,7 +191,9 @@ def serve(descriptor: int, load_part: Callable[[str, LoadOptions, int | None], A
                 hidden = run_steps(message, model, cache)
             elif isinstance(message, CacheSize):
                 torch.set_num_threads(message.threads)
-                cache = model.new_cache(message.num_blocks, message.block_size, message.max_seqs)
+                cache = model.new_cache(
+                    message.num_blocks, message.block_size, message.max_seqs
+                )
             elif isinstance(message, Selection):
                 selected = message.of(hidden)
             else:
@@ -161,7 +203,8 @@ def serve(descriptor: int, load_part: Callable[[str, LoadOptions, int | None], A
 
 def open_store(port: int, size: int, *, is_master: bool = False) -> Any:
     """Open the store by which the ranks find each other. Port 0: any."""
-    return distributed.TCPStore("127.0.0.1", port, size, is_master, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = distributed.TCPStore  # type: ignore[attr-defined]
+    return store("127.0.0.1", port, size, is_master, wait_for_workers=False)
 
 
 def join(store: Any, rank: int, size: int, device_type: str) -> None:
@@ -170,11 +213,17 @@ def join(store: Any, rank: int, size: int, device_type: str) -> None:
         backend = "nccl"
     else:
         backend = "gloo"
-    timeout = timedelta(minutes=10)  # loading takes minutes. A rank that has ended is noticed at once.
-    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    timeout = timedelta(
+        minutes=10
+    )  # loading takes minutes. A rank that has ended is noticed at once.
+    distributed.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timeout
+    )
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets are closed a little before it has ended
+    with contextlib.suppress(
+        subprocess.TimeoutExpired
+    ):  # its sockets are closed a little before it has ended
         return process.wait(1.0)
     return None

@@ -1,4 +1,5 @@
-"""The HTTP application around one engine: its routes, error handlers, middleware and documentation."""
+"""The HTTP application around one engine: its routes, error handlers, middleware and
+documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.async_llm import AsyncLLM
 from engine.server import metrics
-from engine.server.api import chat, completions, health, messages, models, ollama, responses
+from engine.server.api import (
+    chat,
+    completions,
+    health,
+    messages,
+    models,
+    ollama,
+    responses,
+)
 from engine.server.api.routes import RouteResponses
 from engine.server.context import ServerContext
 from engine.server.metrics import Metrics
@@ -37,7 +46,8 @@ _PAGE = Path(__file__).with_name("playground.html").read_text(encoding="utf-8")
 
 
 def _source(tag: str) -> str:
-    """Return the directive of the content security policy that allows the page's inline script or style."""
+    """Return the directive of the content security policy that allows the page's inline
+    script or style."""
     element = re.search(f"<{tag}>(.*?)</{tag}>", _PAGE, re.DOTALL)
     assert element is not None
     digest = hashlib.sha256(element[1].encode()).digest()
@@ -51,7 +61,8 @@ _POLICY = (
 
 
 async def playground() -> HTMLResponse:
-    """Return a page to try the server: one file that loads nothing from elsewhere. Its requests need the API key."""
+    """Return a page to try the server: one file that loads nothing from elsewhere. Its
+    requests need the API key."""
     headers = {
         "content-security-policy": _POLICY,
         "x-content-type-options": "nosniff",
@@ -63,18 +74,27 @@ async def playground() -> HTMLResponse:
 def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Build the application. The caller shuts the engine down, after the application.
 
-    The documentation pages bring their own scripts and styles and work without internet access.
+    The documentation pages bring their own scripts and styles and work without internet
+    access.
     """
-    # The middleware checks the key. This dependency makes the documentation page ask for it.
+    # The middleware checks the key. This dependency makes the documentation page ask
+    # for it.
     key = []
     if settings.api_keys:
         key.append(Depends(HTTPBearer(auto_error=False)))
     errors: RouteResponses = {
         "4XX": {"model": ErrorAnswer, "description": "The request is at fault."},
-        "5XX": {"model": ErrorAnswer, "description": "The server is at fault, or busy (503)."},
+        "5XX": {
+            "model": ErrorAnswer,
+            "description": "The server is at fault, or busy (503).",
+        },
     }
     app = FastAPIOffline(
-        title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors
+        title="guided",
+        version=version("guided"),
+        description=DESCRIPTION,
+        dependencies=key,
+        responses=errors,
     )
     app.state.context = context = ServerContext(llm, settings, Metrics(llm))
     app.add_middleware(RequestChecks, context=context)
@@ -87,7 +107,16 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
             expose_headers=["x-request-id", "x-should-retry", "retry-after"],
         )
     install_handlers(app)
-    for routes in (chat, responses, messages, ollama, completions, models, health, metrics):
+    for routes in (
+        chat,
+        responses,
+        messages,
+        ollama,
+        completions,
+        models,
+        health,
+        metrics,
+    ):
         app.include_router(routes.router)
     app.include_router(ollama.models)
     app.get("/", include_in_schema=False)(playground)

@@ -17,7 +17,8 @@ from engine.server.commands.top import top
 
 
 class _Command(TyperCommand):
-    """A command with plain help: narrow terminals cut the names of options in rich's tables."""
+    """A command with plain help: narrow terminals cut the names of options in rich's
+    tables."""
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """Return the whole first sentence. The list of commands wraps it."""
@@ -58,7 +59,13 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def root(
     show: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
     ] = False,
 ) -> None:
     """Options that come before a command."""
@@ -71,5 +78,6 @@ def main() -> None:
 
 
 def _close_stderr() -> None:
-    """Discard everything written to stderr from now on: at exit, Triton reports its leaks in 30 lines."""
+    """Discard everything written to stderr from now on: at exit, Triton reports its
+    leaks in 30 lines."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -1,4 +1,5 @@
-"""LimitedProtocol: limits on the headers, the idle time and the number of connections, which uvicorn does not have."""
+"""LimitedProtocol: limits on the headers, the idle time and the number of connections,
+which uvicorn does not have."""
 
 from __future__ import annotations
 
@@ -23,24 +24,32 @@ class ConnectionLimits:
     """Size of the URL and the headers together."""
     header_seconds: float = 10.0
     idle_seconds: float = 75.0
-    """Clients and proxies close idle connections after 5 to 60 s. The server waits longer, because it could otherwise
-    close a connection at the moment when the client sends a request."""
+    """Clients and proxies close idle connections after 5 to 60 s. The server waits
+    longer, because it could otherwise close a connection at the moment when the client
+    sends a request."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with limits, one instance per connection. The parser calls the methods `on_...`.
+    """uvicorn's HTTP protocol with limits, one instance per connection. The parser
+    calls the methods `on_...`.
 
     Args:
         on_early_end: called with the reason when the server ends the connection early.
     """
 
-    def __init__(self, limits: ConnectionLimits, on_early_end: Callable[[str], None], **uvicorn_arguments: Any) -> None:
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        on_early_end: Callable[[str], None],
+        **uvicorn_arguments: Any,
+    ) -> None:
         super().__init__(**uvicorn_arguments)
         self._limits = limits
         self._on_early_end = on_early_end
         self._timer: asyncio.TimerHandle | None = None
         self._header_bytes = 0
-        """Number of bytes received since the last complete header or piece of a body."""
+        """Number of bytes received since the last complete header or piece of a
+        body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -105,11 +114,24 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._on_early_end(error.code)
         self._expect(None)
-        if self.pipeline or (self.cycle and self.cycle.response_started and not self.cycle.response_complete):
+        if self.pipeline or (
+            self.cycle
+            and self.cycle.response_started
+            and not self.cycle.response_complete
+        ):
             self.transport.abort()  # another request's answer is under way
             return
         body = json.dumps(error_body(error)).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        lines = "".join(f"{name}: {text}\r\n" for name, text in (error_headers(error) | headers).items())
-        self.transport.write(STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body)
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
+        lines = "".join(
+            f"{name}: {text}\r\n"
+            for name, text in (error_headers(error) | headers).items()
+        )
+        self.transport.write(
+            STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body
+        )
         self.transport.close()

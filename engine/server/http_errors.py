@@ -1,7 +1,9 @@
-"""Errors in the shape of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`, plus `pointer`.
+"""Errors in the shape of OpenAI's API: `{"error": {"message", "type", "param",
+"code"}}`, plus `pointer`.
 
-`pointer` is an RFC 6901 JSON pointer into the schema, else null. OpenAI's and Anthropic's clients obey the header
-`x-should-retry`, which says whether the same request would probably succeed (`GuidedError.retryable`).
+`pointer` is an RFC 6901 JSON pointer into the schema, else null. OpenAI's and
+Anthropic's clients obey the header `x-should-retry`, which says whether the same
+request would probably succeed (`GuidedError.retryable`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class ShuttingDown(InternalError):
 
 MESSAGES_PATH = "/v1/messages"
 OLLAMA_PATH = "/api"
-"""Prefix of the paths with errors in Ollama's shape. Paths that begin with `MESSAGES_PATH` have Anthropic's."""
+"""Prefix of the paths with errors in Ollama's shape. Paths that begin with
+`MESSAGES_PATH` have Anthropic's."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -49,7 +52,8 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Status -> type of the error. Other statuses are an `invalid_request_error` or an `api_error`."""
+"""Status -> type of the error. Other statuses are an `invalid_request_error` or an
+`api_error`."""
 
 
 def message_error(error: GuidedError) -> JsonObject:
@@ -58,7 +62,10 @@ def message_error(error: GuidedError) -> JsonObject:
     if error.status >= 500 and error.status not in _ANTHROPIC_TYPES:
         kind = "api_error"
     details = {"error_code": error.code, "param": error.param, "pointer": error.pointer}
-    return {"type": "error", "error": {"type": kind, "message": _named(error), "details": details}}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": _named(error), "details": details},
+    }
 
 
 def ollama_error(error: GuidedError) -> JsonObject:
@@ -67,18 +74,25 @@ def ollama_error(error: GuidedError) -> JsonObject:
 
 
 def _named(error: GuidedError) -> str:
-    """Return a message that names the field at fault, for clients that show only the message."""
+    """Return a message that names the field at fault, for clients that show only the
+    message."""
     name = error.param
-    is_named = name is None or f"'{name}'" in error.message or error.message.startswith((f"{name} ", f"{name}:"))
+    is_named = (
+        name is None
+        or f"'{name}'" in error.message
+        or error.message.startswith((f"{name} ", f"{name}:"))
+    )
     if is_named:
         return str(error)
     return f"{name}: {error}"
 
 
 class FieldNames(dict[str, str]):
-    """Fields of the chat that a request is translated to -> their names in the request. Parts of a field follow it.
+    """Fields of the chat that a request is translated to -> their names in the request.
+    Parts of a field follow it.
 
-    Routes add the fields that they translate, parts before the fields that contain them.
+    Routes add the fields that they translate, parts before the fields that contain
+    them.
     """
 
     def of(self, field: str) -> str:
@@ -98,10 +112,12 @@ class FieldNames(dict[str, str]):
 
 
 def shape_error(errors: Sequence[Any]) -> InvalidRequest:
-    """Return the error for a body of the wrong shape. Unknown fields come first, then unknown types, then the innermost
-    value."""
+    """Return the error for a body of the wrong shape. Unknown fields come first, then
+    unknown types, then the innermost value."""
     telling = {"unsupported_parameter": 2, "unknown_parameter": 2, "literal_error": 1}
-    first = max(errors, key=lambda error: (telling.get(error["type"], 0), len(error["loc"])))
+    first = max(
+        errors, key=lambda error: (telling.get(error["type"], 0), len(error["loc"]))
+    )
     code = first["type"]
     why = first["msg"].partition(" or instance of")[0]
     place = first["loc"]
@@ -129,11 +145,14 @@ _TAGS = {"str", "int", "float", "bool", "dict", "list", "none", "any"}
 
 
 def _path(location: Sequence[str | int]) -> str:
-    """Write `("messages", 0, "content", "str")` as OpenAI does: `messages[0].content`."""
+    """Write `("messages", 0, "content", "str")` as OpenAI does:
+    `messages[0].content`."""
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in _TAGS and "[" not in part:  # pydantic inserts the type that it has tried
+        elif (
+            part not in _TAGS and "[" not in part
+        ):  # pydantic inserts the type that it has tried
             path += f".{part}"
     return path.removeprefix(".")

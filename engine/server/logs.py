@@ -1,4 +1,5 @@
-"""Log records of the server's process, as text or as JSON. uvicorn, Ray and Ray Serve configure their own."""
+"""Log records of the server's process, as text or as JSON. uvicorn, Ray and Ray Serve
+configure their own."""
 
 from __future__ import annotations
 
@@ -16,12 +17,18 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         fields: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(
+                timespec="milliseconds"
+            ),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in ("request_id", "x_request_id", "code"):  # set by `extra` in records about a request
+        for name in (
+            "request_id",
+            "x_request_id",
+            "code",
+        ):  # set by `extra` in records about a request
             if (value := getattr(record, name, None)) is not None:
                 fields[name] = value
         if record.exc_info:

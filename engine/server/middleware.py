@@ -1,4 +1,5 @@
-"""RequestChecks: gives every request an id, and checks the header Host, the API key and the size of the body."""
+"""RequestChecks: gives every request an id, and checks the header Host, the API key and
+the size of the body."""
 
 from __future__ import annotations
 
@@ -15,20 +16,32 @@ from engine.server.refusals import refuse
 from guided.errors import GuidedError, InvalidRequest, bounded
 from guided.pools.protocol import CLIENT
 
-OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
-"""Paths that need no key, besides `/`: probes and scrapers have no key, and the documentation reveals nothing about the
-traffic."""
+OPEN_PATHS = (
+    "/health",
+    "/metrics",
+    "/version",
+    "/docs",
+    "/redoc",
+    "/openapi.json",
+    "/static-offline-docs",
+)
+"""Paths that need no key, besides `/`: probes and scrapers have no key, and the
+documentation reveals nothing about the traffic."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 
 
 class RequestChecks:
-    """ASGI middleware. A client's own `x-request-id` is kept if it is short and plain."""
+    """ASGI middleware. A client's own `x-request-id` is kept if it is short and
+    plain."""
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self.app = app
         self.context = context
-        names = "|".join(re.escape(name).replace(r"\*", ".*") for name in context.settings.allowed_hosts or ("*",))
+        names = "|".join(
+            re.escape(name).replace(r"\*", ".*")
+            for name in context.settings.allowed_hosts or ("*",)
+        )
         self._host = re.compile(rf"({names})(:\d*)?", re.IGNORECASE)
         self._keys = [key.encode() for key in context.settings.api_keys]
 
@@ -46,7 +59,10 @@ class RequestChecks:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 answered = MutableHeaders(scope=message)
-                for name in ("x-request-id", "request-id"):  # the names that OpenAI's and Anthropic's clients read
+                for name in (
+                    "x-request-id",
+                    "request-id",
+                ):  # the names that OpenAI's and Anthropic's clients read
                     answered.setdefault(name, request_id)
             await send(message)
 
@@ -54,7 +70,9 @@ class RequestChecks:
             self._check_host(headers.get("host", ""))
             key = self._check_key(scope, headers)
         except GuidedError as error:
-            await refuse(self.context.metrics, scope, error)(scope, receive, send_with_id)
+            await refuse(self.context.metrics, scope, error)(
+                scope, receive, send_with_id
+            )
             return
         CLIENT.set(key or str((scope.get("client") or ("",))[0]))
         await self.app(scope, self._limited(receive), send_with_id)
@@ -62,18 +80,25 @@ class RequestChecks:
     def _check_host(self, given: str) -> None:
         """Refuse hosts that are not allowed, against DNS rebinding.
 
-        With it, a page in a browser reaches this server under the name of the page's own host.
+        With it, a page in a browser reaches this server under the name of the page's
+        own host.
         """
         if self._host.fullmatch(given):
             return
+        name = bounded(given, 100)
         message = (
-            f"{bounded(given, 100)!r} in the header Host is not a name of this server: allow it with --allowed-hosts"
+            f"{name!r} in the header Host is not a name of this server: "
+            "allow it with --allowed-hosts"
         )
         raise InvalidRequest(message, code="host_not_allowed")
 
     def _check_key(self, scope: Scope, headers: Headers) -> str:
         """Return the key of the client, or "" for a path that needs no key."""
-        if not self._keys or scope["path"] == "/" or scope["path"].startswith(OPEN_PATHS):
+        if (
+            not self._keys
+            or scope["path"] == "/"
+            or scope["path"].startswith(OPEN_PATHS)
+        ):
             return ""
         kind, _, text = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer":

@@ -1,8 +1,9 @@
 """ServeOptions: the typed configuration of a server.
 
-`OPTIONS` lists the leaves of `ServeOptions` that operators set, by the flat names that they write on the command line,
-in a file (`--config`), and as arguments of the Ray Serve application. Types and default values come from the
-dataclasses, which `LLM` uses too. This module imports nothing slow, because `guided --help` needs it.
+`OPTIONS` lists the leaves of `ServeOptions` that operators set, by the flat names that
+they write on the command line, in a file (`--config`), and as arguments of the Ray
+Serve application. Types and default values come from the dataclasses, which `LLM` uses
+too. This module imports nothing slow, because `guided --help` needs it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of the HTTP application. `OPTIONS` describes all but three: the name of the model, the
-    `SamplingParams` that a request leaves out, and the seconds within which a body must arrive."""
+    """Settings of the HTTP application. `OPTIONS` describes all but three: the name of
+    the model, the `SamplingParams` that a request leaves out, and the seconds within
+    which a body must arrive."""
 
     model_name: str = DEFAULT_MODEL
     api_key: str | None = field(default=None, repr=False)
@@ -55,9 +57,14 @@ class ServerSettings:
     def __post_init__(self) -> None:
         resolve(self.backend)
         check_ranges(self)
-        for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+        for name, known in (
+            ("tool_format", TOOL_FORMATS),
+            ("reasoning_format", REASONING_FORMATS),
+        ):
             if (chosen := getattr(self, name)) not in (AUTO, "none", *known):
-                raise InvalidRequest(f"there is no {name} {chosen!r}: choose one of auto, none, {', '.join(known)}")
+                raise InvalidRequest(
+                    f"there is no {name} {chosen!r}: choose one of auto, none, {', '.join(known)}"
+                )
         if self.api_key and not self.api_keys:
             raise ValueError("api_key holds no key")
 
@@ -70,7 +77,8 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of one server process: of `guided serve`, and of a replica of the Ray Serve application."""
+    """Options of one server process: of `guided serve`, and of a replica of the Ray
+    Serve application."""
 
     model: str | None = None
     served_model_name: str | None = None
@@ -93,7 +101,8 @@ class ServeOptions:
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> ServeOptions:
-        """Build the options from values by the flat names of `OPTIONS`. Missing options keep their defaults."""
+        """Build the options from values by the flat names of `OPTIONS`. Missing options
+        keep their defaults."""
         options = {option.name: option for option in OPTIONS}
         changed = cls()
         for name, value in values.items():
@@ -112,7 +121,8 @@ class ServeOptions:
 
 
 def take_api_key(options: ServeOptions) -> ServeOptions:
-    """Take the API key from the file or the environment if the options have none. Remove it from the environment.
+    """Take the API key from the file or the environment if the options have none.
+    Remove it from the environment.
 
     Call it before the first child process is started: children inherit the environment.
     """
@@ -120,15 +130,21 @@ def take_api_key(options: ServeOptions) -> ServeOptions:
     if options.server.api_key_file is not None:
         key = ",".join(Path(options.server.api_key_file).read_text().split())
         if not key:
-            raise ValueError(f"there is no key in the file {options.server.api_key_file}")
+            raise ValueError(
+                f"there is no key in the file {options.server.api_key_file}"
+            )
     if options.server.api_key or not key:
         return options
     return replace(options, server=replace(options.server, api_key=key))
 
 
 def check_names(options: ServeOptions) -> None:
-    """Raise ValueError if a logits processor or the post-processor cannot be loaded, before the model is loaded."""
-    from engine.logits_processors.loading import import_named, load_classes  # slow: torch
+    """Raise ValueError if a logits processor or the post-processor cannot be loaded,
+    before the model is loaded."""
+    from engine.logits_processors.loading import (
+        import_named,
+        load_classes,
+    )  # slow: torch
 
     load_classes(options.engine)
     if options.post_processor is not None:
@@ -145,13 +161,15 @@ def _with(base: Any, path: Sequence[str], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """A leaf of `ServeOptions` as users write it: `--flat-name` on the command line, `flat_name` for Ray Serve."""
+    """A leaf of `ServeOptions` as users write it: `--flat-name` on the command line,
+    `flat_name` for Ray Serve."""
 
     field: str
     """The path of the leaf in `ServeOptions`, with dots."""
     help: str
     name: str = ""
-    """Flat name, by default the last part of the path. A name that ends in `_mib` stands for a field in bytes."""
+    """Flat name, by default the last part of the path. A name that ends in `_mib`
+    stands for a field in bytes."""
     process_only: bool = False
     """Whether only `guided serve` has the option. Ray Serve has its own setting."""
     panel: str | None = None
@@ -170,7 +188,9 @@ class Option:
         if self.field == "engine.logits_processors":
             return tuple[str, ...]  # only Python code can pass classes
         *owners, name = self.path
-        owner: Any = reduce(lambda owner, part: get_type_hints(owner)[part], owners, ServeOptions)
+        owner: Any = reduce(
+            lambda owner, part: get_type_hints(owner)[part], owners, ServeOptions
+        )
         return get_type_hints(owner)[name]
 
     @property
@@ -196,11 +216,14 @@ def _panel(title: str, *options: Option) -> Iterator[Option]:
 
 OPTIONS = (
     Option(
-        "model", "A directory, a GGUF file, smollm2, or a name on the Hugging Face hub. Default: the embedded model."
+        "model",
+        "A directory, a GGUF file, smollm2, or a name on the Hugging Face hub. Default: the embedded model.",
     ),
     *_panel(
         "Server",
-        Option("served_model_name", "Name that requests use for the model. Default: MODEL."),
+        Option(
+            "served_model_name", "Name that requests use for the model. Default: MODEL."
+        ),
         Option("host", "Address to listen on.", process_only=True),
         Option("port", "Port to listen on. 0 picks a free one.", process_only=True),
         Option(
@@ -214,9 +237,15 @@ OPTIONS = (
             "A name in the header Host that requests may use, or *. Can be repeated. Default: this machine's loopback "
             "names if HOST is one; else any.",
         ),
-        Option("server.allowed_origins", "Origin of a web page that may use the server (CORS), or *. Can be repeated."),
+        Option(
+            "server.allowed_origins",
+            "Origin of a web page that may use the server (CORS), or *. Can be repeated.",
+        ),
         Option("server.strict_fields", "Reject unknown fields of a request."),
-        Option("grace_seconds", "Seconds in which running generations may end when the server stops."),
+        Option(
+            "grace_seconds",
+            "Seconds in which running generations may end when the server stops.",
+        ),
         Option("log_level", "The least severe level to log."),
         Option("log_format", "Log records as text, or as one line of JSON each."),
     ),
@@ -224,15 +253,30 @@ OPTIONS = (
         "Model",
         Option("load.device", "auto, cpu, cuda, cuda:1, ..."),
         Option("load.dtype", "auto (the checkpoint's), float32, bfloat16, float16."),
-        Option("load.tensor_parallel_size", "Number of GPUs that the model is split over."),
-        Option("load.tokenizer", "Directory or hub name of the tokenizer. Default: the model's."),
-        Option("load.revision", "Branch, tag or commit of the model on the hub."),
-        Option("load.chat_template", "File with a Jinja template for chats. Default: the tokenizer's."),
-        Option("server.tool_format", f"How the model writes calls: auto, none, {', '.join(TOOL_FORMATS)}."),
         Option(
-            "server.reasoning_format", f"How the model writes thoughts: auto, none, {', '.join(REASONING_FORMATS)}."
+            "load.tensor_parallel_size", "Number of GPUs that the model is split over."
         ),
-        Option("server.tool_strict", "off: the arguments of functions with strict: false are any object, as in vLLM."),
+        Option(
+            "load.tokenizer",
+            "Directory or hub name of the tokenizer. Default: the model's.",
+        ),
+        Option("load.revision", "Branch, tag or commit of the model on the hub."),
+        Option(
+            "load.chat_template",
+            "File with a Jinja template for chats. Default: the tokenizer's.",
+        ),
+        Option(
+            "server.tool_format",
+            f"How the model writes calls: auto, none, {', '.join(TOOL_FORMATS)}.",
+        ),
+        Option(
+            "server.reasoning_format",
+            f"How the model writes thoughts: auto, none, {', '.join(REASONING_FORMATS)}.",
+        ),
+        Option(
+            "server.tool_strict",
+            "off: the arguments of functions with strict: false are any object, as in vLLM.",
+        ),
     ),
     *_panel(
         "Engine",
@@ -241,13 +285,34 @@ OPTIONS = (
             "engine.max_num_batched_tokens",
             "Tokens in one step. Default: 64 on a CPU (1024 while nothing decodes), else 4096.",
         ),
-        Option("engine.max_model_len", "Context length in tokens. Default: the model's own."),
-        Option("engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", "kv_cache_mib"),
-        Option("engine.enable_prefix_caching", "Reuse the KV cache of prompts that begin alike."),
-        Option("engine.enforce_eager", "Do without CUDA graphs: the start is faster, decoding slower."),
-        Option("engine.logits_processors", "A custom logits processor (MODULE:CLASS). Can be repeated."),
-        Option("engine.logits_processor_plugins", "Load the logits processors of installed packages."),
-        Option("post_processor", "A post-processor (MODULE:CLASS) beside the standard one."),
+        Option(
+            "engine.max_model_len",
+            "Context length in tokens. Default: the model's own.",
+        ),
+        Option(
+            "engine.kv_cache_bytes",
+            "MiB for the KV cache. Default: a share of the free memory.",
+            "kv_cache_mib",
+        ),
+        Option(
+            "engine.enable_prefix_caching",
+            "Reuse the KV cache of prompts that begin alike.",
+        ),
+        Option(
+            "engine.enforce_eager",
+            "Do without CUDA graphs: the start is faster, decoding slower.",
+        ),
+        Option(
+            "engine.logits_processors",
+            "A custom logits processor (MODULE:CLASS). Can be repeated.",
+        ),
+        Option(
+            "engine.logits_processor_plugins",
+            "Load the logits processors of installed packages.",
+        ),
+        Option(
+            "post_processor", "A post-processor (MODULE:CLASS) beside the standard one."
+        ),
     ),
     *_panel(
         "Mask pool",
@@ -255,21 +320,55 @@ OPTIONS = (
             "pool",
             "Where masks are computed: Ray actors, or this process (no isolation). Default: ray if it is installed.",
         ),
-        Option("server.open_objects", "Objects may have properties that their schema does not name."),
-        Option("server.backend", "Grammar library of requests that name none, or auto."),
-        Option("ray.address", "Ray cluster to join. Default: start one.", "ray_address", process_only=True),
+        Option(
+            "server.open_objects",
+            "Objects may have properties that their schema does not name.",
+        ),
+        Option(
+            "server.backend", "Grammar library of requests that name none, or auto."
+        ),
+        Option(
+            "ray.address",
+            "Ray cluster to join. Default: start one.",
+            "ray_address",
+            process_only=True,
+        ),
         Option("ray.num_actors", "Mask actors. Default: by the number of CPUs."),
-        Option("ray.placement", "Nodes of the actors: local, spread, a resource (NAME:AMOUNT) or label (NAME=VALUE)."),
-        Option("ray.actor_cpus", "CPUs that Ray reserves per mask actor. Default: 1 on a cluster."),
-        Option("ray.actor_memory_bytes", "MiB that a mask actor may take. Default: 2048.", "actor_memory_mib"),
-        Option("ray.mask_limit", "Seconds that one mask may take before its request fails."),
-        Option("ray.max_replays", "How often a request moves to another mask actor when its actor dies. 0: it fails."),
-        Option("ray.max_cache_bytes", "MiB for compiled grammars.", "grammar_cache_mib"),
-        Option("ray.compile_limits.seconds", "Seconds that compiling a constraint may take.", "compile_seconds"),
+        Option(
+            "ray.placement",
+            "Nodes of the actors: local, spread, a resource (NAME:AMOUNT) or label (NAME=VALUE).",
+        ),
+        Option(
+            "ray.actor_cpus",
+            "CPUs that Ray reserves per mask actor. Default: 1 on a cluster.",
+        ),
+        Option(
+            "ray.actor_memory_bytes",
+            "MiB that a mask actor may take. Default: 2048.",
+            "actor_memory_mib",
+        ),
+        Option(
+            "ray.mask_limit", "Seconds that one mask may take before its request fails."
+        ),
+        Option(
+            "ray.max_replays",
+            "How often a request moves to another mask actor when its actor dies. 0: it fails.",
+        ),
+        Option(
+            "ray.max_cache_bytes", "MiB for compiled grammars.", "grammar_cache_mib"
+        ),
+        Option(
+            "ray.compile_limits.seconds",
+            "Seconds that compiling a constraint may take.",
+            "compile_seconds",
+        ),
     ),
     *_panel(
         "Limits",
-        Option("server.max_requests", "Generations that run or wait: n for each prompt (503 beyond)."),
+        Option(
+            "server.max_requests",
+            "Generations that run or wait: n for each prompt (503 beyond).",
+        ),
         Option("server.max_body_bytes", "Size of a request's body (413 beyond)."),
     ),
 )

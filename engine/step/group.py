@@ -19,7 +19,8 @@ _UNLIMITED = 1 << 60
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """One request: n sequences from one prompt. Those of a beam search are its beams."""
+    """One request: n sequences from one prompt. Those of a beam search are its
+    beams."""
 
     request_id: str
     sequences: list[Sequence]
@@ -34,19 +35,23 @@ class SequenceGroup:
     restriction: Restriction | None = None
     """What the request forbids, beside its constraint."""
     held_back: int = 0
-    """Number of newest tokens that outputs do not show before the end: the post-processor may take them back."""
+    """Number of newest tokens that outputs do not show before the end: the
+    post-processor may take them back."""
     backend: str | None = None
     """The grammar library that enforces the constraint. Known once it is compiled."""
     checked: tuple[str, ...] = ()
-    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
+    """JSON pointers of keywords that are checked when the output ends, not enforced by
+    the mask."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     num_cached_tokens: int | None = None
-    """Number of prompt tokens that the prefix cache had when the group started. None: it has not started yet."""
+    """Number of prompt tokens that the prefix cache had when the group started. None:
+    it has not started yet."""
     seed: int = 0
     """For draws from its outputs (`SamplingParams.resample`)."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
-    """One entry per scored prompt token, if they were requested. The first token has none."""
+    """One entry per scored prompt token, if they were requested. The first token has
+    none."""
     arrival_time: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=CLIENT.get)
     compiled_time: float | None = None
@@ -62,13 +67,16 @@ class SequenceGroup:
             sequence.group = self
 
     def show(self, eos_token_id: int | None, needs_logprobs: bool) -> None:
-        """Create the view of each sequence that post-processors get. `needs_logprobs`: one of them reads them."""
+        """Create the view of each sequence that post-processors get. `needs_logprobs`:
+        one of them reads them."""
         params = self.sampling_params
         budget = None
         if params.complete and params.constraint is not None:
             budget = self.max_length - len(self.prompt_token_ids)
         for sequence in self.sequences:
-            sequence.record.needs_logprobs |= needs_logprobs and not params.use_beam_search
+            sequence.record.needs_logprobs |= (
+                needs_logprobs and not params.use_beam_search
+            )
             sequence.view = GuidedSequence(
                 self.request_id,
                 sequence.seq_id,
@@ -92,7 +100,11 @@ class SequenceGroup:
 
     def get_seqs(self, status: SequenceStatus | None = None) -> list[Sequence]:
         """Return the sequences, or those with this status."""
-        return [sequence for sequence in self.sequences if status is None or sequence.status is status]
+        return [
+            sequence
+            for sequence in self.sequences
+            if status is None or sequence.status is status
+        ]
 
     def unfinished(self) -> list[Sequence]:
         """Return the sequences that have not ended."""

@@ -12,20 +12,24 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log-probability (natural, of the model's own distribution) and rank (1 is the most likely)."""
+    """One token's log-probability (natural, of the model's own distribution) and rank
+    (1 is the most likely)."""
 
     logprob: float
     rank: int
 
 
 class TokenLogprobs(Mapping[int, Logprob]):
-    """The log-probabilities of a token and of its most likely alternatives, by token id. The token's own comes first.
+    """The log-probabilities of a token and of its most likely alternatives, by token
+    id. The token's own comes first.
 
-    It keeps plain numbers, and makes a `Logprob` where one is asked for: an answer can have 40,000 of them, and a
-    garbage collection, which stops all threads, visits every object.
+    It keeps plain numbers, and makes a `Logprob` where one is asked for: an answer can
+    have 40,000 of them, and a garbage collection, which stops all threads, visits every
+    object.
 
     Args:
-        rows: (token id, log-probability, rank) of the token itself, then of its alternatives.
+        rows: (token id, log-probability, rank) of the token itself, then of its
+            alternatives.
     """
 
     __slots__ = ("_ids", "_logprobs", "_ranks")
@@ -61,17 +65,28 @@ class TokenLogprobs(Mapping[int, Logprob]):
         return repr(dict(self))
 
 
-def ranked_logprobs(logprobs: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
-    """Return the token of each row and its `counts[row]` most likely, from `logprobs`, float32 `[rows, vocab]`."""
+def ranked_logprobs(
+    logprobs: Tensor, tokens: Tensor, counts: list[int]
+) -> list[TokenLogprobs]:
+    """Return the token of each row and its `counts[row]` most likely, from `logprobs`,
+    float32 `[rows, vocab]`."""
     chosen = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
     ranked: list[TokenLogprobs] = []
-    columns = (tokens.tolist(), chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
+    columns = (
+        tokens.tolist(),
+        chosen[:, 0].tolist(),
+        ranks.tolist(),
+        best.indices.tolist(),
+        best.values.tolist(),
+    )
     for count, token, value, rank, ids, values in zip(counts, *columns, strict=True):
         entries = [(token, value, rank)]
         for place in range(min(count, len(ids))):
-            if ids[place] != token and values[place] > -math.inf:  # the mask may leave fewer
+            if (
+                ids[place] != token and values[place] > -math.inf
+            ):  # the mask may leave fewer
                 entries.append((ids[place], values[place], place + 1))
         ranked.append(TokenLogprobs(entries))
     return ranked

@@ -14,7 +14,8 @@ from engine.step.sequence import Sequence, SequenceStatus
 
 @dataclass(slots=True)
 class Chunk:
-    """Part of a prefill: tokens `start` to `end` of sequences that have the same tokens and blocks."""
+    """Part of a prefill: tokens `start` to `end` of sequences that have the same tokens
+    and blocks."""
 
     sequences: list[Sequence]
     start: int
@@ -28,8 +29,9 @@ class Chunk:
         return self.end == self.sequences[0].length
 
     def unscored(self) -> Iterator[tuple[int, int]]:
-        """Yield (first, last) of its prompt tokens and forced tokens that have no log-probabilities yet, although they
-        are wanted. Row `row + first - 1 - start` predicts `first`."""
+        """Yield (first, last) of its prompt tokens and forced tokens that have no
+        log-probabilities yet, although they are wanted. Row `row + first - 1 - start`
+        predicts `first`."""
         sequence = self.sequences[0]
         num_prompt = len(sequence.prompt_token_ids)
         wanted: list[tuple[int, int]] = []
@@ -45,20 +47,24 @@ class Chunk:
 
 
 class Prefills:
-    """Prefills that have begun, and the queues of those that have not. Groups start in the order of their arrival, once
-    all their sequences fit; preempted sequences start before new groups. Groups that wait for their grammar keep their
-    place."""
+    """Prefills that have begun, and the queues of those that have not. Groups start in
+    the order of their arrival, once all their sequences fit; preempted sequences start
+    before new groups. Groups that wait for their grammar keep their place."""
 
-    def __init__(self, blocks: BlockManager, max_num_seqs: int, layout: StateLayout | None) -> None:
+    def __init__(
+        self, blocks: BlockManager, max_num_seqs: int, layout: StateLayout | None
+    ) -> None:
         self.waiting: deque[SequenceGroup] = deque()
         self.preempted: deque[Sequence] = deque()
         self.begun: list[list[Sequence]] = []
-        """The running sequences with a prefill that has not ended, in parts with the same tokens."""
+        """The running sequences with a prefill that has not ended, in parts with the
+        same tokens."""
         self.max_num_seqs = max_num_seqs
         self._blocks = blocks
         self._layout = layout
         self._watermark = max(1, blocks.num_blocks // 100)
-        """Blocks that stay free when a prefill starts, for the next tokens of the running sequences."""
+        """Blocks that stay free when a prefill starts, for the next tokens of the
+        running sequences."""
 
     @property
     def has_work(self) -> bool:
@@ -67,29 +73,41 @@ class Prefills:
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a finished group."""
-        self.begun = [prefill for prefill in self.begun if prefill[0].group is not group]
+        self.begun = [
+            prefill for prefill in self.begun if prefill[0].group is not group
+        ]
         if self.preempted:
-            self.preempted = deque(sequence for sequence in self.preempted if sequence.group is not group)
+            self.preempted = deque(
+                sequence for sequence in self.preempted if sequence.group is not group
+            )
         if group in self.waiting:
             self.waiting.remove(group)
 
     def restart(self, preempted: Collection[Sequence]) -> None:
         """Queue preempted sequences, with the newest first."""
-        prefills = [[sequence for sequence in prefill if sequence not in preempted] for prefill in self.begun]
+        prefills = [
+            [sequence for sequence in prefill if sequence not in preempted]
+            for prefill in self.begun
+        ]
         self.begun = [prefill for prefill in prefills if prefill]
-        self.preempted.extendleft(sorted(preempted, key=lambda sequence: -sequence.index))
+        self.preempted.extendleft(
+            sorted(preempted, key=lambda sequence: -sequence.index)
+        )
 
     def go_on(self, budget: int) -> list[Chunk]:
-        """Return the next chunks of the prefills that have begun, of at most `budget` tokens."""
+        """Return the next chunks of the prefills that have begun, of at most `budget`
+        tokens."""
         chunks: list[Chunk] = []
         for prefill in self.begun:
             budget -= self._add_chunk(prefill, chunks, budget)
-        self.begun = [prefill for prefill in self.begun if prefill[0].computed < prefill[0].length]
+        self.begun = [
+            prefill for prefill in self.begun if prefill[0].computed < prefill[0].length
+        ]
         return chunks
 
     def start(self, running: list[Sequence], budget: int) -> list[Chunk]:
-        """Start prefills while they fit beside `running`, to which their sequences are added. Returns their first
-        chunks, of at most `budget` tokens."""
+        """Start prefills while they fit beside `running`, to which their sequences are
+        added. Returns their first chunks, of at most `budget` tokens."""
         chunks: list[Chunk] = []
         while budget > 0 and (parts := self._next()) and self._fits(parts, running):
             for part in parts:
@@ -101,7 +119,8 @@ class Prefills:
         return chunks
 
     def _next(self) -> list[list[Sequence]]:
-        """Return the next prefill that could start, in parts that have the same tokens. Empty: there is none."""
+        """Return the next prefill that could start, in parts that have the same tokens.
+        Empty: there is none."""
         if self.preempted:
             first = self.preempted[0]
             if first.params.use_beam_search:
@@ -121,7 +140,8 @@ class Prefills:
         return places <= self.max_num_seqs and blocks <= self._blocks.num_free
 
     def _allocate(self, part: list[Sequence]) -> None:
-        """Take a part of a prefill from its queue. Tokens in the prefix cache are not computed again."""
+        """Take a part of a prefill from its queue. Tokens in the prefix cache are not
+        computed again."""
         first = part[0]
         if self.preempted and self.preempted[0] is first:
             self.preempted.popleft()
@@ -130,14 +150,18 @@ class Prefills:
         tokens: list[int] = []
         if first.params.prompt_logprobs is None and not first.has_unscored_tokens:
             tokens = first.span(0, first.length)
-        computed = self._blocks.allocate([sequence.seq_id for sequence in part], first.length, tokens)
+        computed = self._blocks.allocate(
+            [sequence.seq_id for sequence in part], first.length, tokens
+        )
         for sequence in part:
             sequence.status = SequenceStatus.RUNNING
             sequence.computed = computed
         if first.group.num_cached_tokens is None:
             first.group.num_cached_tokens = computed
 
-    def _add_chunk(self, prefill: list[Sequence], chunks: list[Chunk], budget: int) -> int:
+    def _add_chunk(
+        self, prefill: list[Sequence], chunks: list[Chunk], budget: int
+    ) -> int:
         """Add the next chunk of a prefill. Returns its number of tokens."""
         first = prefill[0]
         start = first.computed
@@ -150,7 +174,8 @@ class Prefills:
         if tokens > 0:
             for sequence in prefill:
                 sequence.computed = start + tokens
-            # A later prefill of this step can use these blocks: each layer stores all keys before it reads any.
+            # A later prefill of this step can use these blocks: each layer stores all
+            # keys before it reads any.
             self._blocks.note_content(first.seq_id, first.computed, first.span)
             chunks.append(Chunk(prefill[:], start, start + tokens))
         return tokens

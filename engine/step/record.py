@@ -1,4 +1,5 @@
-"""TokenRecord: what is recorded of a sequence's output tokens beside their ids, if the request asks for it."""
+"""TokenRecord: what is recorded of a sequence's output tokens beside their ids, if the
+request asks for it."""
 
 from __future__ import annotations
 
@@ -10,17 +11,21 @@ from engine.sampling_params import SamplingParams
 from engine.step.logprobs import TokenLogprobs
 
 Measured = tuple[int, float | None]
-"""Number of tokens that a mask allowed, and the log of its kept mass. None: a forced token, not scored yet."""
+"""Number of tokens that a mask allowed, and the log of its kept mass. None: a forced
+token, not scored yet."""
 
 
 @dataclass(slots=True)
 class MaskDetails:
-    """What the masks of one sequence allowed, for requests with `mask_details` or `resample`."""
+    """What the masks of one sequence allowed, for requests with `mask_details` or
+    `resample`."""
 
     allowed: list[int | None] = field(default_factory=list)
-    """For each output token: the number of tokens that could be sampled. None: there was no mask."""
+    """For each output token: the number of tokens that could be sampled. None: there
+    was no mask."""
     forced: list[bool] = field(default_factory=list)
-    """For each output token: whether it was appended without a forward pass of its own."""
+    """For each output token: whether it was appended without a forward pass of its
+    own."""
     kept: list[float | None] = field(default_factory=list)
     """For each output token: the log of its kept mass, see `kept_mass`."""
     exposed_seconds: float = 0.0
@@ -30,8 +35,9 @@ class MaskDetails:
 
     @property
     def kept_mass(self) -> list[float | None]:
-        """For each output token: the probability of all the tokens that its mask allowed, in the model's own
-        distribution (before bias and penalties, at temperature 1). None: there was no mask, or it is not known yet."""
+        """For each output token: the probability of all the tokens that its mask
+        allowed, in the model's own distribution (before bias and penalties, at
+        temperature 1). None: there was no mask, or it is not known yet."""
         return [None if log is None else math.exp(log) for log in self.kept]
 
     def first(self, count: int) -> MaskDetails:
@@ -43,8 +49,9 @@ class MaskDetails:
 
 
 class TokenRecord:
-    """The log-probabilities of output tokens, the details of their masks, and the tokens that were taken back. A forced
-    token is recorded later: it is scored by the step that computes it."""
+    """The log-probabilities of output tokens, the details of their masks, and the
+    tokens that were taken back. A forced token is recorded later: it is scored by the
+    step that computes it."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.needs_logprobs = params.needs_logprobs
@@ -54,7 +61,8 @@ class TokenRecord:
         """Sum over the output tokens that have log-probabilities."""
         self.details = MaskDetails() if params.mask_details or params.resample else None
         self.vetoes: Counter[str] = Counter()
-        """Number of times that tokens were taken back, by the keyword of the schema that they violated."""
+        """Number of times that tokens were taken back, by the keyword of the schema
+        that they violated."""
         self._is_constrained = params.constraint is not None
 
     @property
@@ -63,7 +71,8 @@ class TokenRecord:
         return not self.needs_logprobs and self.details is None
 
     def num_scored(self, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` output tokens have what is wanted of them."""
+        """Return how many of the first `num_tokens` output tokens have what is wanted
+        of them."""
         if self.needs_logprobs:
             num_tokens = len(self.logprobs)
         if self.details is not None:
@@ -88,7 +97,8 @@ class TokenRecord:
             details.kept.append(kept)
 
     def add_score(self, logprobs: TokenLogprobs, place: int) -> None:
-        """Record the log-probabilities of forced token `place`. Its kept mass is its own probability."""
+        """Record the log-probabilities of forced token `place`. Its kept mass is its
+        own probability."""
         if self.details is not None and len(self.details.kept) == place:
             self.details.kept.append(logprobs.own)
         if self.needs_logprobs and len(self.logprobs) == place:
@@ -101,7 +111,11 @@ class TokenRecord:
     def rollback(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` output tokens."""
         if self.details is not None:
-            for column in (self.details.allowed, self.details.forced, self.details.kept):
+            for column in (
+                self.details.allowed,
+                self.details.forced,
+                self.details.kept,
+            ):
                 del column[num_tokens:]
         while len(self.logprobs) > num_tokens:
             self.cumulative_logprob -= self.logprobs.pop().own

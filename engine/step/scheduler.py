@@ -1,6 +1,8 @@
-"""Scheduler: selects the sequences of each step, as a `Batch`. First come, first served; preemption.
+"""Scheduler: selects the sequences of each step, as a `Batch`. First come, first
+served; preemption.
 
-`engine/step/prefills.py` has what a step computes beside one token of each running sequence.
+`engine/step/prefills.py` has what a step computes beside one token of each running
+sequence.
 """
 
 from __future__ import annotations
@@ -24,13 +26,18 @@ Plan = TypeVar("Plan")
 
 
 class Batch:
-    """Chunks of prefills, one token for each decoding sequence, shortest first, and sequences that have kept the hidden
-    state of their last token. Row i of the logits is that of `sequences[i]`. `copies` are (source, target) blocks to
-    copy before the forward pass: all sources are read before any target is written. One object serves step after step
-    while only the same sequences decode."""
+    """Chunks of prefills, one token for each decoding sequence, shortest first, and
+    sequences that have kept the hidden state of their last token. Row i of the logits
+    is that of `sequences[i]`. `copies` are (source, target) blocks to copy before the
+    forward pass: all sources are read before any target is written. One object serves
+    step after step while only the same sequences decode."""
 
     def __init__(
-        self, prefills: list[Chunk], decodes: list[Sequence], kept: list[Sequence], copies: list[tuple[int, int]]
+        self,
+        prefills: list[Chunk],
+        decodes: list[Sequence],
+        kept: list[Sequence],
+        copies: list[tuple[int, int]],
     ) -> None:
         self.prefills = prefills
         self.decodes = decodes
@@ -41,14 +48,22 @@ class Batch:
         self.sequences = decodes
         """The sampled sequences."""
         self.selected: list[int] | None = None
-        """The rows of the forward pass that are sampled. None: all, in order. The last row of a prefill is there once
-        for each of its sequences. Rows of earlier chunks are not sampled."""
+        """The rows of the forward pass that are sampled. None: all, in order. The last
+        row of a prefill is there once for each of its sequences. Rows of earlier chunks
+        are not sampled."""
         self.hidden: Tensor
-        """`[rows, hidden]`: the hidden states of the sampled rows, those of `kept` last. Set by the step."""
+        """`[rows, hidden]`: the hidden states of the sampled rows, those of `kept`
+        last. Set by the step."""
         if prefills or kept:
             self._select()
-        processed = [row for row, sequence in enumerate(self.sequences) if sequence.view is not None]
-        self.processed = tuple(sequence.view for sequence in self.sequences if sequence.view is not None)
+        processed = [
+            row
+            for row, sequence in enumerate(self.sequences)
+            if sequence.view is not None
+        ]
+        self.processed = tuple(
+            sequence.view for sequence in self.sequences if sequence.view is not None
+        )
         """The sequences that post-processors see: those with a constraint, or all."""
         self.processed_rows = np.array(processed, np.intp)
         """int `[len(processed)]`: their row numbers."""
@@ -61,10 +76,15 @@ class Batch:
 
     def rows(self, applies: Callable[[SamplingParams], object]) -> list[int]:
         """Return the rows of the requests to which something applies."""
-        return [row for row, sequence in enumerate(self.sequences) if applies(sequence.params)]
+        return [
+            row
+            for row, sequence in enumerate(self.sequences)
+            if applies(sequence.params)
+        ]
 
     def plan(self, make: Callable[..., Plan], *arguments: Any) -> Plan:
-        """Return what `make` makes of this batch and `arguments`, once for all steps with these rows."""
+        """Return what `make` makes of this batch and `arguments`, once for all steps
+        with these rows."""
         if make not in self._plans:
             self._plans[make] = make(self, *arguments)
         plan: Plan = self._plans[make]
@@ -96,16 +116,21 @@ class Batch:
     @property
     def all_sequences(self) -> list[Sequence]:
         """All sequences of the step, sampled or not."""
-        return self.decodes + self.kept + [sequence for chunk in self.prefills for sequence in chunk.sequences]
+        return (
+            self.decodes
+            + self.kept
+            + [sequence for chunk in self.prefills for sequence in chunk.sequences]
+        )
 
 
 class Scheduler:
-    """Selects what a step computes: one token of each running sequence, and with the rest of its tokens (more, while a
-    step delays no token) prefills.
+    """Selects what a step computes: one token of each running sequence, and with the
+    rest of its tokens (more, while a step delays no token) prefills.
 
-    If blocks run out, the newest sequence is preempted: it loses its blocks, and is prefilled again, prompt and output,
-    before new groups start. Beams of a group are preempted and started together. A late sequence
-    (`SequenceStatus.LATE`) does not run until its mask is ready, and keeps its blocks and the hidden state of its last
+    If blocks run out, the newest sequence is preempted: it loses its blocks, and is
+    prefilled again, prompt and output, before new groups start. Beams of a group are
+    preempted and started together. A late sequence (`SequenceStatus.LATE`) does not run
+    until its mask is ready, and keeps its blocks and the hidden state of its last
     token. Then it is sampled without a forward pass.
     """
 
@@ -138,7 +163,9 @@ class Scheduler:
     @property
     def late(self) -> list[Sequence]:
         """Sequences with a late mask."""
-        status = SequenceStatus.LATE  # outside of the loop: an enum's members are looked up slowly
+        status = (
+            SequenceStatus.LATE
+        )  # outside of the loop: an enum's members are looked up slowly
         return [sequence for sequence in self.running if sequence.status is status]
 
     def add(self, group: SequenceGroup) -> None:
@@ -149,7 +176,9 @@ class Scheduler:
         """Remove a finished group from all queues and free its blocks."""
         for sequence in group.sequences:
             self._free(sequence)
-        self.running = [sequence for sequence in self.running if sequence.group is not group]
+        self.running = [
+            sequence for sequence in self.running if sequence.group is not group
+        ]
         self.prefills.remove(group)
 
     def drop_finished(self) -> None:
@@ -157,7 +186,9 @@ class Scheduler:
         for sequence in self.running:
             if sequence.is_finished():
                 self._free(sequence)
-        self.running = [sequence for sequence in self.running if not sequence.is_finished()]
+        self.running = [
+            sequence for sequence in self.running if not sequence.is_finished()
+        ]
 
     def schedule(self) -> Batch:
         """Build the next step's batch. It is empty if no sequence can run."""
@@ -185,8 +216,9 @@ class Scheduler:
         return self._last
 
     def _append_slots(self, late: set[Sequence]) -> list[tuple[int, int]]:
-        """Assign slots to the new tokens of each running sequence that is not late. Preempt the newest while there are
-        too few blocks. Returns the blocks to copy."""
+        """Assign slots to the new tokens of each running sequence that is not late.
+        Preempt the newest while there are too few blocks. Returns the blocks to
+        copy."""
         copies: list[tuple[int, int]] = []
         append_slot = self.blocks.append_slot
         block_size = self.blocks.block_size
@@ -198,7 +230,9 @@ class Scheduler:
             if sequence in busy:
                 continue
             if sequence.computed % block_size == 0:
-                self.blocks.note_content(sequence.seq_id, sequence.computed, sequence.span)
+                self.blocks.note_content(
+                    sequence.seq_id, sequence.computed, sequence.span
+                )
             try:
                 for position in range(sequence.computed, sequence.length):
                     copy = append_slot(sequence.seq_id, position)
@@ -210,8 +244,9 @@ class Scheduler:
         return copies
 
     def _advance(self, late: set[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the running sequences with one token to compute, and those without one, which have kept a hidden
-        state. Sequences with more tokens become prefills."""
+        """Return the running sequences with one token to compute, and those without
+        one, which have kept a hidden state. Sequences with more tokens become
+        prefills."""
         busy = late.union(*self.prefills.begun)
         decodes: list[Sequence] = []
         kept: list[Sequence] = []
@@ -231,7 +266,8 @@ class Scheduler:
         return decodes, kept
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free the blocks of a sequence, and queue it to be prefilled again. With a beam, all beams are preempted."""
+        """Free the blocks of a sequence, and queue it to be prefilled again. With a
+        beam, all beams are preempted."""
         preempted = [sequence]
         if sequence.params.use_beam_search:
             preempted = [beam for beam in self.running if beam.group is sequence.group]

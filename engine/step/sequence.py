@@ -1,4 +1,5 @@
-"""Sequence: one output while it is generated, and its status. A request is a `SequenceGroup` of n of them."""
+"""Sequence: one output while it is generated, and its status. A request is a
+`SequenceGroup` of n of them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class SequenceStatus(Enum):
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"
     RUNNING = "running"
     LATE = "late"
-    """Its mask was late. It keeps its blocks, and runs again once the mask is decided."""
+    """Its mask was late. It keeps its blocks, and runs again once the mask is
+    decided."""
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH_CAPPED = "length"
     FINISHED_ABORTED = "abort"
@@ -39,7 +41,8 @@ class SequenceStatus(Enum):
 
     @staticmethod
     def get_finished_reason(status: SequenceStatus) -> str | None:
-        """Return the `finish_reason`: `stop`, `length`, `abort` or `error`, and None of an unfinished sequence."""
+        """Return the `finish_reason`: `stop`, `length`, `abort` or `error`, and None of
+        an unfinished sequence."""
         if status in _UNFINISHED:
             return None
         if status is SequenceStatus.FINISHED_IGNORED:
@@ -47,7 +50,12 @@ class SequenceStatus(Enum):
         return str(status.value)
 
 
-_UNFINISHED = {SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR, SequenceStatus.RUNNING, SequenceStatus.LATE}
+_UNFINISHED = {
+    SequenceStatus.WAITING,
+    SequenceStatus.WAITING_FOR_GRAMMAR,
+    SequenceStatus.RUNNING,
+    SequenceStatus.LATE,
+}
 
 
 class Sequence:
@@ -56,11 +64,18 @@ class Sequence:
     group: SequenceGroup
     """The request. It has the parameters and limits of all its sequences."""
     hidden: NDArray[np.float32]
-    """`[hidden]`: the hidden state of the last token, there while `computed` is `length`: after a late mask, or after a
-    rollback of the sampled token. To sample the next token, only the head and the mask run again."""
+    """`[hidden]`: the hidden state of the last token, there while `computed` is
+    `length`: after a late mask, or after a rollback of the sampled token. To sample the
+    next token, only the head and the mask run again."""
 
     def __init__(
-        self, index: int, params: SamplingParams, prompt_token_ids: list[int], *, seed: int, detokenizer: Detokenizer
+        self,
+        index: int,
+        params: SamplingParams,
+        prompt_token_ids: list[int],
+        *,
+        seed: int,
+        detokenizer: Detokenizer,
     ) -> None:
         self.seq_id = next(_ids)
         self.index = index
@@ -69,7 +84,8 @@ class Sequence:
         self.length = len(prompt_token_ids)
         """Prompt and output tokens, counted."""
         self.computed = 0
-        """Number of its first tokens with keys and values in the cache, once the scheduled step has run."""
+        """Number of its first tokens with keys and values in the cache, once the
+        scheduled step has run."""
         self.status = SequenceStatus.WAITING
         self.edits = 0
         """Number of times that output tokens were replaced or removed."""
@@ -77,7 +93,8 @@ class Sequence:
         self.detokenizer = detokenizer
         self.record = TokenRecord(params)
         self.view: GuidedSequence | None = None
-        """What post-processors see of it, if it has a constraint or one of them handles all rows."""
+        """What post-processors see of it, if it has a constraint or one of them handles
+        all rows."""
 
     @property
     def params(self) -> SamplingParams:
@@ -97,11 +114,17 @@ class Sequence:
         """Return tokens `start` to `end` of prompt and output."""
         prompt = self.prompt_token_ids
         num_prompt = len(prompt)
-        return prompt[start:end] + self.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
+        return (
+            prompt[start:end]
+            + self.output_token_ids[
+                max(0, start - num_prompt) : max(0, end - num_prompt)
+            ]
+        )
 
     @property
     def held_back(self) -> int:
-        """Number of newest tokens that outputs do not show before the end, because they may be taken back."""
+        """Number of newest tokens that outputs do not show before the end, because they
+        may be taken back."""
         held_back = self.group.held_back
         if self.view is None or self.view.final is None:
             return held_back
@@ -109,9 +132,12 @@ class Sequence:
 
     @property
     def is_late(self) -> bool:
-        """Whether its mask is late, or that of another beam of its group. It does not run, and keeps its blocks."""
+        """Whether its mask is late, or that of another beam of its group. It does not
+        run, and keeps its blocks."""
         if self.params.use_beam_search:
-            return any(beam.status is SequenceStatus.LATE for beam in self.group.sequences)
+            return any(
+                beam.status is SequenceStatus.LATE for beam in self.group.sequences
+            )
         return self.status is SequenceStatus.LATE
 
     def is_finished(self) -> bool:
@@ -120,30 +146,46 @@ class Sequence:
 
     @property
     def has_unscored_tokens(self) -> bool:
-        """Whether forced tokens lack what is wanted of them: the step that computes them scores them."""
+        """Whether forced tokens lack what is wanted of them: the step that computes
+        them scores them."""
         return self.record.num_scored(self.num_output_tokens) < self.num_output_tokens
 
     @property
     def error(self) -> GuidedError | None:
         """The error that ended it."""
-        if self.status in (SequenceStatus.FINISHED_INTERNAL_ERROR, SequenceStatus.FINISHED_IGNORED):
+        if self.status in (
+            SequenceStatus.FINISHED_INTERNAL_ERROR,
+            SequenceStatus.FINISHED_IGNORED,
+        ):
             return self.group.error
         return None
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None = None, measured: Measured | None = None) -> bool:
-        """Add a token and, if they are requested, its log-probabilities and what its mask allowed. Returns whether it
-        has ended the sequence."""
+    def append(
+        self,
+        token_id: int,
+        logprobs: TokenLogprobs | None = None,
+        measured: Measured | None = None,
+    ) -> bool:
+        """Add a token and, if they are requested, its log-probabilities and what its
+        mask allowed. Returns whether it has ended the sequence."""
         self.output_token_ids.append(token_id)
         self.length += 1
         if logprobs is not None or measured is not None:
             self.record.add(logprobs, measured)
         group = self.group
-        if token_id in group.stop_ids or self.length >= group.max_length or group.sampling_params.stop:
+        if (
+            token_id in group.stop_ids
+            or self.length >= group.max_length
+            or group.sampling_params.stop
+        ):
             return self.end_if_complete()
         return False
 
-    def take_over(self, output: list[int], logprob: float, logprobs: list[TokenLogprobs]) -> None:
-        """Replace the output, its cumulative log-probability and, if they are requested, those of its tokens."""
+    def take_over(
+        self, output: list[int], logprob: float, logprobs: list[TokenLogprobs]
+    ) -> None:
+        """Replace the output, its cumulative log-probability and, if they are
+        requested, those of its tokens."""
         self.output_token_ids[:] = output
         self.length = len(self.prompt_token_ids) + len(output)
         self.record.cumulative_logprob = logprob
@@ -159,11 +201,15 @@ class Sequence:
         self.record.rollback(self.num_output_tokens)
 
     def end_if_complete(self) -> bool:
-        """End it at a stop token, a stop string, or its maximum length, in this order. Returns whether it has ended."""
+        """End it at a stop token, a stop string, or its maximum length, in this order.
+        Returns whether it has ended."""
         params = self.params
         ends = self.last_token in self.group.stop_ids
         if params.stop and not ends:
-            ends = self.detokenizer.find_stop(self.output_token_ids, params.min_tokens) is not None
+            ends = (
+                self.detokenizer.find_stop(self.output_token_ids, params.min_tokens)
+                is not None
+            )
         if ends:
             self.finish(SequenceStatus.FINISHED_STOPPED)
         elif self.length >= self.group.max_length:

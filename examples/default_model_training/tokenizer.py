@@ -1,14 +1,24 @@
-"""The byte-level BPE of the default model: 2,048 tokens, with the same tokens for a word at every place.
+"""The byte-level BPE of the default model: 2,048 tokens, with the same tokens for a
+word at every place.
 
-Words, single digits, single spaces and single signs are separate tokens, so that a name has the same tokens after a
-space in the prompt and after a quote in the JSON: the model then only has to copy tokens.
+Words, single digits, single spaces and single signs are separate tokens, so that a name
+has the same tokens after a space in the prompt and after a quote in the JSON: the model
+then only has to copy tokens.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.default_model import checkpoint_path
@@ -38,7 +48,9 @@ def build(count: int = 20_000, seed: int = 0) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     examples = (example(index, seed, tool_share=0) for index in range(count))
-    tokenizer.train_from_iterator((text for one in examples for text in (*one.turns, one.answer)), trainer)
+    tokenizer.train_from_iterator(
+        (text for one in examples for text in (*one.turns, one.answer)), trainer
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )

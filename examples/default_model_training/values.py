@@ -1,4 +1,5 @@
-"""Names, numbers and words for the corpus, split by a hash into training and held-out values."""
+"""Names, numbers and words for the corpus, split by a hash into training and held-out
+values."""
 
 from __future__ import annotations
 
@@ -12,28 +13,40 @@ from typing import Any, TypeVar
 from engine.default_model import checkpoint_path
 
 T = TypeVar("T", str, int, float)
-SALT = 15  # with this value the held-out side has small numbers, too (11, 13, 18, 27 ...)
+SALT = (
+    15  # with this value the held-out side has small numbers, too (11, 13, 18, 27 ...)
+)
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("corpus.json").read_text())
 """Word lists, facts of records, functions, and ways to ask."""
-TOKENS: list[str] = [*json.loads((checkpoint_path() / "tokenizer.json").read_text())["model"]["vocab"]]
-PIECES = [token for token in TOKENS if token.isascii() and token.isalpha() and token.islower()]
+TOKENS: list[str] = [
+    *json.loads((checkpoint_path() / "tokenizer.json").read_text())["model"]["vocab"]
+]
+PIECES = [
+    token for token in TOKENS if token.isascii() and token.isalpha() and token.islower()
+]
 """The tokens of letters: each has to be copied."""
-WORDS: dict[str, list[str]] = {name: words.split() for name, words in DATA["words"].items()}
+WORDS: dict[str, list[str]] = {
+    name: words.split() for name, words in DATA["words"].items()
+}
 
 
 def is_held_out(value: str | int | float) -> bool:
-    """Return whether a value belongs to the tenth that training never sees (by a CRC-32 of its text).
+    """Return whether a value belongs to the tenth that training never sees (by a CRC-32
+    of its text).
 
-    Single characters are not values: training sees them all, and held-out draws avoid them.
+    Single characters are not values: training sees them all, and held-out draws avoid
+    them.
     """
     text = str(value).lower()
     return len(text) > 1 and zlib.crc32(b"%d:%s" % (SALT, text.encode())) % 10 == 0
 
 
 class Values:
-    """Values from one side of the split. Every name, number, date and identifier passes through `_pick`.
+    """Values from one side of the split. Every name, number, date and identifier passes
+    through `_pick`.
 
-    Closed vocabularies (colours, jobs, ...) are drawn freely: they are categories, not values to remember.
+    Closed vocabularies (colours, jobs, ...) are drawn freely: they are categories, not
+    values to remember.
     """
 
     def __init__(self, rng: random.Random, held_out: bool = False) -> None:
@@ -49,9 +62,12 @@ class Values:
         return self.rng.sample(WORDS[name], self.rng.randint(1, 3))
 
     def draw(self, kind: str) -> Any:
-        """Return a value of a kind in `corpus.json`: one of the methods below, perhaps with arguments."""
+        """Return a value of a kind in `corpus.json`: one of the methods below, perhaps
+        with arguments."""
         method, *arguments = kind.split(" ")
-        return getattr(self, method)(*(int(each) if each.isdigit() else each for each in arguments))
+        return getattr(self, method)(
+            *(int(each) if each.isdigit() else each for each in arguments)
+        )
 
     def flag(self) -> bool:
         return self.rng.random() < 0.5
@@ -67,14 +83,18 @@ class Values:
         raise RuntimeError("no value on this side of the split")
 
     def word(self) -> str:
-        """Return an invented word in lower case: syllables, sometimes random letters or another script."""
+        """Return an invented word in lower case: syllables, sometimes random letters or
+        another script."""
         return self._pick(self._word)
 
     def _word(self) -> str:
         rng = self.rng
         kind = rng.random()
         if kind < 0.12:
-            return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, 8)))
+            return "".join(
+                rng.choice("abcdefghijklmnopqrstuvwxyz")
+                for _ in range(rng.randint(3, 8))
+            )
         if kind < 0.15:
             script = self.one_of("scripts")
             return "".join(rng.choice(script) for _ in range(rng.randint(2, 6)))
@@ -84,7 +104,11 @@ class Values:
             return "".join(rng.choice(PIECES) for _ in range(rng.randint(1, 3)))
         text = ""
         for _ in range(rng.choice((1, 2, 2, 2, 3))):
-            text += self.one_of("onsets") + self.one_of("vowels") + (self.one_of("codas") if rng.random() < 0.8 else "")
+            text += (
+                self.one_of("onsets")
+                + self.one_of("vowels")
+                + (self.one_of("codas") if rng.random() < 0.8 else "")
+            )
         if rng.random() < 0.07:
             at = rng.randrange(len(text))
             text = text[:at] + rng.choice(DATA["words"]["accented"]) + text[at + 1 :]
@@ -93,10 +117,20 @@ class Values:
     def letters(self) -> str:
         """Return random letters and digits of both cases."""
         signs = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-        return self._pick(lambda: "".join(self.rng.choice(signs) for _ in range(self.rng.randint(2, 12))))
+        return self._pick(
+            lambda: "".join(
+                self.rng.choice(signs) for _ in range(self.rng.randint(2, 12))
+            )
+        )
 
     def _name(self, known: str, share: float) -> str:
-        return self._pick(lambda: self.one_of(known) if self.rng.random() < share else self._word().capitalize())
+        return self._pick(
+            lambda: (
+                self.one_of(known)
+                if self.rng.random() < share
+                else self._word().capitalize()
+            )
+        )
 
     def words(self, count: int) -> str:
         return " ".join(self.word() for _ in range(count))
@@ -125,7 +159,9 @@ class Values:
         return f"{self.first()} {middle}{self.last()}"
 
     def company(self) -> str:
-        return self.brand() + (f" {self.one_of('suffixes')}" if self.rng.random() < 0.6 else "")
+        return self.brand() + (
+            f" {self.one_of('suffixes')}" if self.rng.random() < 0.6 else ""
+        )
 
     def title(self) -> str:
         topic = f"{self.one_of('topics')} " if self.rng.random() < 0.7 else ""
@@ -138,17 +174,25 @@ class Values:
         kind = self.rng.random()
         if kind < 0.4:
             return f"{self.brand()} {self.one_of('things') if kind < 0.3 else self.integer(2, 99)}"
-        return f"{self.one_of('adjectives')} {self.one_of('things')}" if kind < 0.7 else self.one_of("things")
+        return (
+            f"{self.one_of('adjectives')} {self.one_of('things')}"
+            if kind < 0.7
+            else self.one_of("things")
+        )
 
     def items(self) -> list[dict[str, Any]]:
-        return [{"product": self.product(), "quantity": self.integer(1, 60)} for _ in range(self.rng.randint(1, 3))]
+        return [
+            {"product": self.product(), "quantity": self.integer(1, 60)}
+            for _ in range(self.rng.randint(1, 3))
+        ]
 
     def integer(self, low: int, high: int) -> int:
         """Return an integer of `low..high`, on this side of the split."""
         return self._pick(lambda: self.rng.randint(low, high))
 
     def number(self) -> int:
-        """Return an integer of 1 to 6 digits (held out: 2 to 6). All lengths are equally likely."""
+        """Return an integer of 1 to 6 digits (held out: 2 to 6). All lengths are
+        equally likely."""
         digits = max(self.rng.randint(1, 6), 2 if self.held_out else 1)
         return self.integer(0 if digits == 1 else 10 ** (digits - 1), 10**digits - 1)
 
@@ -167,23 +211,40 @@ class Values:
 
     def iso_date(self) -> str:
         rng = self.rng
-        return self._pick(lambda: f"{rng.randint(1950, 2035)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}")
+        return self._pick(
+            lambda: (
+                f"{rng.randint(1950, 2035)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
+            )
+        )
 
     def date(self) -> str:
         """Return an ISO date, or a date with the month's name."""
         rng = self.rng
         if rng.random() < 0.6:
             return self.iso_date()
-        return self._pick(lambda: f"{rng.randint(1, 28)} {self.one_of('months')} {rng.randint(1990, 2035)}")
+        return self._pick(
+            lambda: (
+                f"{rng.randint(1, 28)} {self.one_of('months')} {rng.randint(1990, 2035)}"
+            )
+        )
 
     def phrase(self) -> str:
         """Return two to six words, as a title or a sentence."""
-        words = [self.one_of("small") if self.rng.random() < 0.2 else self.word() for _ in range(5)]
+        words = [
+            self.one_of("small") if self.rng.random() < 0.2 else self.word()
+            for _ in range(5)
+        ]
         text = " ".join((self.word(), *words[: self.rng.randint(1, 5)]))
-        return self.rng.choice((text, text.title(), text.capitalize(), text.capitalize() + "."))
+        return self.rng.choice(
+            (text, text.title(), text.capitalize(), text.capitalize() + ".")
+        )
 
     def time(self) -> str:
-        return self._pick(lambda: f"{self.rng.randint(0, 23):02}:{self.rng.choice((0, 15, 30, 45, 10, 5)):02}")
+        return self._pick(
+            lambda: (
+                f"{self.rng.randint(0, 23):02}:{self.rng.choice((0, 15, 30, 45, 10, 5)):02}"
+            )
+        )
 
     def _filled(self, pattern: str) -> str:
         """Return a pattern with random digits for `0` and letters for `A`."""
@@ -201,8 +262,16 @@ class Values:
 
     def email(self) -> str:
         def draw() -> str:
-            user = self.one_of("first").lower() if self.rng.random() < 0.3 else self._word()
-            host = self._word() if self.rng.random() < 0.6 else self.rng.choice(("example", "mail", "work"))
+            user = (
+                self.one_of("first").lower()
+                if self.rng.random() < 0.3
+                else self._word()
+            )
+            host = (
+                self._word()
+                if self.rng.random() < 0.6
+                else self.rng.choice(("example", "mail", "work"))
+            )
             return f"{user}@{host}.{self.rng.choice(('com', 'org', 'net', 'io', 'de', 'fr'))}"
 
         return self._pick(draw)

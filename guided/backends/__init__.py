@@ -1,8 +1,9 @@
 """The registry of backends and the constraint kinds of each.
 
-The module of an adapter is imported at its first use (xgrammar alone takes 1.5 s). To add a backend, write
-`guided/backends/<name>.py` with a class derived from `guided.backends.base.Backend`, and add it to `BACKENDS`; the
-contract tests then cover it. An adapter must work without torch: see `without_torch.py`.
+The module of an adapter is imported at its first use (xgrammar alone takes 1.5 s). To
+add a backend, write `guided/backends/<name>.py` with a class derived from
+`guided.backends.base.Backend`, and add it to `BACKENDS`; the contract tests then cover
+it. An adapter must work without torch: see `without_torch.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from guided.vocabulary import Vocabulary
 __all__ = ["AUTO", "BACKENDS", "Adapter", "Backends", "candidates", "resolve"]
 
 AUTO = "auto"
-"""The backend name for llguidance, then xgrammar: the first one that can enforce the constraint."""
+"""The backend name for llguidance, then xgrammar: the first one that can enforce the
+constraint."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,14 @@ class Adapter:
 
 
 BACKENDS: dict[str, Adapter] = {
-    "llguidance": Adapter("guided.backends.llguidance.adapter:LLGuidanceBackend", frozenset(KINDS), ("guidance",)),
-    "xgrammar": Adapter("guided.backends.xgrammar.adapter:XGrammarBackend", frozenset(KINDS)),
+    "llguidance": Adapter(
+        "guided.backends.llguidance.adapter:LLGuidanceBackend",
+        frozenset(KINDS),
+        ("guidance",),
+    ),
+    "xgrammar": Adapter(
+        "guided.backends.xgrammar.adapter:XGrammarBackend", frozenset(KINDS)
+    ),
     "outlines": Adapter(
         "guided.backends.outlines:OutlinesBackend",
         frozenset({"json_schema", "json_object", "regex", "choice"}),
@@ -75,11 +83,17 @@ def resolve(backend: str, *, param: str = "backend") -> str:
         if backend in adapter.aliases:
             return name
     names = ", ".join((AUTO, *BACKENDS))
-    raise InvalidRequest(f"there is no backend {bounded(backend, 60)!r}: choose one of {names}", param=param)
+    raise InvalidRequest(
+        f"there is no backend {bounded(backend, 60)!r}: choose one of {names}",
+        param=param,
+    )
 
 
-def candidates(kind: ConstraintKind, backend: str = AUTO, *, param: str = "backend") -> tuple[str, ...]:
-    """Return the backends to try for a constraint of `kind`, in order: the named one, or those of "auto".
+def candidates(
+    kind: ConstraintKind, backend: str = AUTO, *, param: str = "backend"
+) -> tuple[str, ...]:
+    """Return the backends to try for a constraint of `kind`, in order: the named one,
+    or those of "auto".
 
     Raises:
         InvalidRequest: there is no such backend.
@@ -91,13 +105,15 @@ def candidates(kind: ConstraintKind, backend: str = AUTO, *, param: str = "backe
         return tuple(other for other in able if not BACKENDS[other].named_only)
     if name not in able:
         raise UnsupportedConstraint(
-            f"backend {name!r} does not support {kind!r} constraints; these do: {', '.join(able)}", param=param
+            f"backend {name!r} does not support {kind!r} constraints; these do: {', '.join(able)}",
+            param=param,
         )
     return (name,)
 
 
 class Backends:
-    """The backends for one vocabulary, each with the final check, created at their first use. Thread-safe."""
+    """The backends for one vocabulary, each with the final check, created at their
+    first use. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -105,9 +121,12 @@ class Backends:
         self._lock = threading.Lock()
 
     def __getitem__(self, backend: str) -> Backend:
-        """Return the instance for a public name or an alias, not for "auto". Raises as `resolve` does."""
+        """Return the instance for a public name or an alias, not for "auto". Raises as
+        `resolve` does."""
         name = resolve(backend)
         with self._lock:
             if name not in self._made:
-                self._made[name] = CheckedBackend(BACKENDS[name].load()(self.vocabulary), self.vocabulary)
+                self._made[name] = CheckedBackend(
+                    BACKENDS[name].load()(self.vocabulary), self.vocabulary
+                )
             return self._made[name]

@@ -1,6 +1,8 @@
-"""Checked grammars: the library enforces a superset of a schema, and the document is validated before it may end.
+"""Checked grammars: the library enforces a superset of a schema, and the document is
+validated before it may end.
 
-The same holds for the schemas of a structural tag: a content is validated where it ends, because free text may follow.
+The same holds for the schemas of a structural tag: a content is validated where it
+ends, because free text may follow.
 """
 
 from __future__ import annotations
@@ -11,12 +13,23 @@ from typing import TYPE_CHECKING
 
 from msgspec.msgpack import Decoder, encode
 
-from guided.backends.base import Backend, CompiledGrammar, Matcher, OutputRule, TextMatcher
+from guided.backends.base import (
+    Backend,
+    CompiledGrammar,
+    Matcher,
+    OutputRule,
+    TextMatcher,
+)
 from guided.backends.literals import literals
 from guided.backends.rules import LineBreaks, NumberLimit, token_limit
 from guided.bitmask import Bitmask
 from guided.constraint import Constraint, ConstraintKind
-from guided.errors import ConstraintNotMet, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.errors import (
+    ConstraintNotMet,
+    InvalidConstraint,
+    UnsupportedConstraint,
+    bounded,
+)
 from guided.tags.structural_tag import Content, contents
 from guided.vocabulary import Vocabulary
 
@@ -29,11 +42,13 @@ _CHECKED = b"checked:"
 
 
 _decode = Decoder(tuple[memoryview, tuple[str, ...], tuple[str, ...]]).decode
-"""Reads the library's serialisation, `CompiledGrammar.checked` and `Constraint.leave_out`."""
+"""Reads the library's serialisation, `CompiledGrammar.checked` and
+`Constraint.leave_out`."""
 
 
 class CheckedBackend(Backend):
-    """An adapter that also takes schemas of which its library enforces only a part: the rest is checked.
+    """An adapter that also takes schemas of which its library enforces only a part: the
+    rest is checked.
 
     Args:
         inner: the adapter of a library.
@@ -43,14 +58,19 @@ class CheckedBackend(Backend):
         self._inner = inner
         self._vocabulary = vocabulary
         self._numbers = NumberLimit(vocabulary)
-        self._line_breaks = LineBreaks(vocabulary) if inner.breaks_lines_anywhere else None
+        self._line_breaks = (
+            LineBreaks(vocabulary) if inner.breaks_lines_anywhere else None
+        )
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
-        """See `Backend.compile`. Leaves out more and more keywords of a schema that the library refuses."""
+        """See `Backend.compile`. Leaves out more and more keywords of a schema that the
+        library refuses."""
         from guided.backends.schema_lowering import TIERS
 
         if "grammar" in _kinds(constraint) and constraint.kind == "structural_tag":
-            constraint = replace(constraint, strict=True)  # where such a content ends is not known here
+            constraint = replace(
+                constraint, strict=True
+            )  # where such a content ends is not known here
         refusal: UnsupportedConstraint | None = None
         for tier in TIERS:
             constraint = replace(constraint, leave_out=(*constraint.leave_out, *tier))
@@ -58,7 +78,10 @@ class CheckedBackend(Backend):
                 grammar = self._inner.compile(constraint)
             except UnsupportedConstraint as error:
                 refusal = refusal or error
-                if constraint.kind not in ("json_schema", "structural_tag") or constraint.strict:
+                if (
+                    constraint.kind not in ("json_schema", "structural_tag")
+                    or constraint.strict
+                ):
                     break
             else:
                 return self._whole(constraint, grammar, tuple(grammar.checked))
@@ -73,8 +96,11 @@ class CheckedBackend(Backend):
         constraint = replace(constraint, leave_out=leave_out)
         return self._whole(constraint, self._inner.load(constraint, inner), checked)
 
-    def _whole(self, constraint: Constraint, grammar: CompiledGrammar, checked: tuple[str, ...]) -> CompiledGrammar:
-        """Return a library's grammar with the final check, where something is checked, and the rules of the worker."""
+    def _whole(
+        self, constraint: Constraint, grammar: CompiledGrammar, checked: tuple[str, ...]
+    ) -> CompiledGrammar:
+        """Return a library's grammar with the final check, where something is checked,
+        and the rules of the worker."""
         if checked:
             reader = _reader(constraint, checked, self._vocabulary)
             grammar = CheckedGrammar(grammar, reader, checked, constraint.leave_out)
@@ -95,16 +121,21 @@ class CheckedBackend(Backend):
 
 
 def _kinds(constraint: Constraint) -> set[ConstraintKind]:
-    """Return the kinds of the contents of a structural tag, or the kind of another constraint."""
+    """Return the kinds of the contents of a structural tag, or the kind of another
+    constraint."""
     if constraint.kind != "structural_tag":
         return {constraint.kind}
     return {content.kind for content in contents(constraint.outline)}
 
 
-def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabulary) -> ContentReader:
+def _reader(
+    constraint: Constraint, checked: Sequence[str], vocabulary: Vocabulary
+) -> ContentReader:
     """Return the reader that validates the contents with a pointer in `checked`."""
     from guided.backends.content_reader import ContentReader
-    from guided.schema.beginnings import Beginnings  # imported for the first grammar that is checked
+    from guided.schema.beginnings import (
+        Beginnings,
+    )  # imported for the first grammar that is checked
 
     if constraint.kind == "structural_tag":
         node = constraint.tag
@@ -112,14 +143,20 @@ def _reader(constraint: Constraint, checked: Sequence[str], vocabulary: Vocabula
         node = Content("json_schema", constraint.schema_text, "")
     schemas = {}
     for content in contents(node):
-        within = (place for place in checked if f"{place}/".startswith(f"{content.pointer}/"))
+        within = (
+            place for place in checked if f"{place}/".startswith(f"{content.pointer}/")
+        )
         places = [place.removeprefix(content.pointer) for place in within]
         if places and content.kind == "json_schema":
             try:
-                schemas[content.pointer] = Beginnings(constraint.inner(content).value, places, content.pointer)
+                schemas[content.pointer] = Beginnings(
+                    constraint.inner(content).value, places, content.pointer
+                )
             except ValueError as error:
                 message = f"the schema can't be validated: {bounded(error)}"
-                raise InvalidConstraint(message, param=constraint.kind, pointer=content.pointer) from None
+                raise InvalidConstraint(
+                    message, param=constraint.kind, pointer=content.pointer
+                ) from None
     return ContentReader(node, schemas, vocabulary)
 
 
@@ -127,7 +164,11 @@ class CheckedGrammar(CompiledGrammar):
     """A library's grammar of a superset, and the reader that validates its outputs."""
 
     def __init__(
-        self, inner: CompiledGrammar, reader: ContentReader, checked: tuple[str, ...], leave_out: tuple[str, ...]
+        self,
+        inner: CompiledGrammar,
+        reader: ContentReader,
+        checked: tuple[str, ...],
+        leave_out: tuple[str, ...],
     ) -> None:
         self._inner = inner
         self._leave_out = leave_out
@@ -159,7 +200,9 @@ class CheckedMatcher(TextMatcher):
 
     def fill_bitmask(self, row: Bitmask) -> bool:
         accepting = self._inner.fill_bitmask(row)
-        if not (accepting or (self._grammar.reader.reads_tag and self._ends_with_bracket())):
+        if not (
+            accepting or (self._grammar.reader.reads_tag and self._ends_with_bracket())
+        ):
             return False
         violation = self.violation()
         if violation is not None and not self._readings[-1].states:
@@ -183,22 +226,30 @@ class CheckedMatcher(TextMatcher):
         return self._inner.forced_tokens()
 
     def open_content(self) -> tuple[Beginnings, int] | None:
-        """Return the schema of the content that the output ends in, if it is checked, and the content's first byte."""
+        """Return the schema of the content that the output ends in, if it is checked,
+        and the content's first byte."""
         reading = self._reading()
-        return self._grammar.reader.open_content(reading, self._grammar.vocabulary.spelled(self._tokens))
+        return self._grammar.reader.open_content(
+            reading, self._grammar.vocabulary.spelled(self._tokens)
+        )
 
     def _reading(self) -> Reading:
         if self._readings[-1].length < len(self._tokens):
             text = self._grammar.vocabulary.spelled(self._tokens)
-            self._readings.append(self._grammar.reader.read(self._readings[-1], text, len(self._tokens)))
+            self._readings.append(
+                self._grammar.reader.read(self._readings[-1], text, len(self._tokens))
+            )
         return self._readings[-1]
 
     def violation(self) -> ConstraintNotMet | None:
-        """Return why the output may not go on, or why it may not end though the library has it complete."""
+        """Return why the output may not go on, or why it may not end though the library
+        has it complete."""
         reading = self._reading()
         if reading.complete or (reading.states and not self._inner.is_accepting()):
             return None
-        return reading.violation or ConstraintNotMet("the output could not be read as JSON", param="json_schema")
+        return reading.violation or ConstraintNotMet(
+            "the output could not be read as JSON", param="json_schema"
+        )
 
     def _ends_with_bracket(self) -> bool:
         last = self._grammar.vocabulary.decode(self._tokens[-1:])

@@ -1,7 +1,9 @@
-"""Validates the JSON in an output while the output grows: the whole of it, or the contents of a structural tag.
+"""Validates the JSON in an output while the output grows: the whole of it, or the
+contents of a structural tag.
 
-The output is parsed by the nodes of the structural tag. Where they are ambiguous, several ways to read it are followed.
-The output satisfies its constraint if one of them comes to an end with valid contents only.
+The output is parsed by the nodes of the structural tag. Where they are ambiguous,
+several ways to read it are followed. The output satisfies its constraint if one of them
+comes to an end with valid contents only.
 """
 
 from __future__ import annotations
@@ -14,7 +16,17 @@ from typing import NamedTuple
 from guided.errors import ConstraintNotMet
 from guided.schema.beginnings import Beginnings
 from guided.schema.validation import finite, not_validated
-from guided.tags.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token
+from guided.tags.structural_tag import (
+    Content,
+    Dispatch,
+    Either,
+    FreeText,
+    Node,
+    Series,
+    Text,
+    Times,
+    Token,
+)
 from guided.vocabulary import Vocabulary
 
 _JSON = json.JSONDecoder(parse_float=finite)
@@ -45,12 +57,15 @@ class ContentReader:
     """Reads the outputs of one structural tag.
 
     Args:
-        node: the structural tag. It contains no grammars, because their ends are not known here. A regex ends where the
-            literal after it first occurs.
-        schemas: pointer of a content -> validator of its beginnings. Other contents are valid.
+        node: the structural tag. It contains no grammars, because their ends are not
+            known here. A regex ends where the literal after it first occurs.
+        schemas: pointer of a content -> validator of its beginnings. Other contents are
+            valid.
     """
 
-    def __init__(self, node: Node, schemas: Mapping[str, Beginnings], vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, node: Node, schemas: Mapping[str, Beginnings], vocabulary: Vocabulary
+    ) -> None:
         self._schemas = schemas
         self.reads_tag = not isinstance(node, Content)
         """Other text may follow a content. If not, the content ends with the output."""
@@ -59,7 +74,8 @@ class ContentReader:
         """Before the empty output."""
 
     def read(self, before: Reading, output: bytes, length: int) -> Reading:
-        """Read an output, the text of `length` tokens, that begins with the one that was read `before`."""
+        """Read an output, the text of `length` tokens, that begins with the one that
+        was read `before`."""
         text = output.decode("utf-8", "ignore")
         todo = list(before.states)
         waiting: list[_State] = []
@@ -73,7 +89,10 @@ class ContentReader:
                 continue
             if not items:
                 complete = complete or not text[position:].strip(_BLANKS)
-            elif isinstance(items[0], Content) and items[0].kind not in ("choice", "regex"):
+            elif isinstance(items[0], Content) and items[0].kind not in (
+                "choice",
+                "regex",
+            ):
                 end, grows, violated = self._value(items[0], text, position)
                 violation = violated or violation
                 if end is not None and violated is None:
@@ -87,8 +106,11 @@ class ContentReader:
                     waiting.append((wait, items))
         return Reading(length, tuple(waiting), complete, violation)
 
-    def open_content(self, reading: Reading, output: bytes) -> tuple[Beginnings, int] | None:
-        """Return the schema of the content that an output ends in, if it is validated, and the content's first byte."""
+    def open_content(
+        self, reading: Reading, output: bytes
+    ) -> tuple[Beginnings, int] | None:
+        """Return the schema of the content that an output ends in, if it is validated,
+        and the content's first byte."""
         if len(reading.states) != 1:
             return None
         position, (first, *_) = reading.states[0]
@@ -97,8 +119,11 @@ class ContentReader:
         before = output.decode("utf-8", "ignore")[:position]
         return self._schemas[first.pointer], len(before.encode())
 
-    def _follow(self, first: Node, rest: _Items, text: str, position: int) -> tuple[list[_State], int | None]:
-        """Return the states after `first`, and the position from which to look at it again when there is more text."""
+    def _follow(
+        self, first: Node, rest: _Items, text: str, position: int
+    ) -> tuple[list[_State], int | None]:
+        """Return the states after `first`, and the position from which to look at it
+        again when there is more text."""
         match first:
             case Text() | Token():
                 literal = self._literal(first)
@@ -133,17 +158,29 @@ class ContentReader:
         raise AssertionError(first)
 
     def _free_text(
-        self, triggers: Mapping[str, _Items], excludes: Sequence[str], rest: _Items, text: str, position: int
+        self,
+        triggers: Mapping[str, _Items],
+        excludes: Sequence[str],
+        rest: _Items,
+        text: str,
+        position: int,
     ) -> tuple[list[_State], int | None]:
-        """Follow free text up to the first trigger, with the nodes after it, or the first beginning of `rest`."""
+        """Follow free text up to the first trigger, with the nodes after it, or the
+        first beginning of `rest`."""
         ends = self._beginnings(rest)
         marks = {*triggers, *ends, *excludes}
-        places = {mark: place for mark in marks if (place := text.find(mark, position)) >= 0}
+        places = {
+            mark: place for mark in marks if (place := text.find(mark, position)) >= 0
+        }
         if not places:
             searched = len(text) + 1 - max(map(len, marks), default=1)
             return [(len(text), rest)], max(position, searched)
         nearest = min(places.values())
-        readings = [(nearest + len(mark), after) for mark, after in triggers.items() if places.get(mark) == nearest]
+        readings = [
+            (nearest + len(mark), after)
+            for mark, after in triggers.items()
+            if places.get(mark) == nearest
+        ]
         if any(places.get(mark) == nearest for mark in ends):
             readings.append((nearest, rest))
         return readings, None
@@ -158,9 +195,16 @@ class ContentReader:
             case [Series(inner), *rest]:
                 return self._beginnings((*inner, *rest))
             case [Either(options), *rest]:
-                return [mark for option in options for mark in self._beginnings((option, *rest))]
+                return [
+                    mark
+                    for option in options
+                    for mark in self._beginnings((option, *rest))
+                ]
             case [Times(item, 0), *rest]:
-                return [*self._beginnings((item, *rest)), *self._beginnings(tuple(rest))]
+                return [
+                    *self._beginnings((item, *rest)),
+                    *self._beginnings(tuple(rest)),
+                ]
             case [Times(item), *rest]:
                 return self._beginnings((item, *rest))
         return []
@@ -173,8 +217,11 @@ class ContentReader:
             return node.token
         return self.vocabulary.spelled([node.token]).decode()
 
-    def _value(self, content: Content, text: str, position: int) -> tuple[int | None, bool, ConstraintNotMet | None]:
-        """Return where the JSON value at `position` ends, whether it can go on, and why it is invalid."""
+    def _value(
+        self, content: Content, text: str, position: int
+    ) -> tuple[int | None, bool, ConstraintNotMet | None]:
+        """Return where the JSON value at `position` ends, whether it can go on, and why
+        it is invalid."""
         start = len(text) - len(text[position:].lstrip(_BLANKS))
         try:
             value, end = _JSON.raw_decode(text, start)
@@ -182,7 +229,10 @@ class ContentReader:
             return None, text[start : start + 1] in _FIRST, None
         except (ValueError, RecursionError) as failure:
             return None, False, not_validated(failure)
-        grows = isinstance(value, int | float) and _MORE_OF_A_NUMBER.fullmatch(text, end) is not None
+        grows = (
+            isinstance(value, int | float)
+            and _MORE_OF_A_NUMBER.fullmatch(text, end) is not None
+        )
         violation = None
         if content.pointer in self._schemas:
             violation = self._schemas[content.pointer].violation(value)

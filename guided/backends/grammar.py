@@ -1,7 +1,8 @@
 """Grammars: detection of Lark and GBNF/EBNF, and what is refused of Lark.
 
-GBNF (of llama.cpp) is a grammar over characters, as xgrammar reads it. llguidance reads Lark only: its lexer takes the
-longest lexeme, so in `word "x"` with `word ::= [a-z]+`, the `x` would never be reached.
+GBNF (of llama.cpp) is a grammar over characters, as xgrammar reads it. llguidance reads
+Lark only: its lexer takes the longest lexeme, so in `word "x"` with `word ::= [a-z]+`,
+the `x` would never be reached.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from guided.regex import tree as regex
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_][\w-]*\s*::=", re.MULTILINE)
 """A rule at the start of a line. A grammar without one is in Lark."""
 _LARK_TOKEN = re.compile(
-    r"""(?P<skip>//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/)|(?P<special><[^<>\s]+>)""", re.DOTALL
+    r"""(?P<skip>//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/)|(?P<special><[^<>\s]+>)""",
+    re.DOTALL,
 )
 
 
 def syntax(text: str) -> Literal["lark", "gbnf"]:
-    """Return the notation of `text`: only GBNF/EBNF has `name ::= …` at the start of a line."""
+    """Return the notation of `text`: only GBNF/EBNF has `name ::= …` at the start of a
+    line."""
     if _GBNF_RULE.search(text):
         return "gbnf"
     return "lark"
@@ -30,10 +33,13 @@ def check_lark(text: str) -> str:
     """Return `text` if it is Lark that llguidance can enforce.
 
     Raises:
-        UnsupportedConstraint: it is GBNF, or refers to special tokens, which guided output never contains.
+        UnsupportedConstraint: it is GBNF, or refers to special tokens, which guided
+            output never contains.
     """
     if syntax(text) == "gbnf":
-        raise UnsupportedConstraint("llguidance reads Lark only, and GBNF is for xgrammar", param="grammar")
+        raise UnsupportedConstraint(
+            "llguidance reads Lark only, and GBNF is for xgrammar", param="grammar"
+        )
     for token in _LARK_TOKEN.finditer(text):
         if token["special"]:
             raise UnsupportedConstraint(

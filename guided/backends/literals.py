@@ -1,4 +1,5 @@
-"""Literals: texts that a search for a completion tries, because they end a free text or are a whole output."""
+"""Literals: texts that a search for a completion tries, because they end a free text or
+are a whole output."""
 
 from __future__ import annotations
 
@@ -20,9 +21,17 @@ def literals(constraint: Constraint) -> list[str]:
         case "structural_tag":
             texts = list[str]()
             for node in walk(constraint.outline):
-                marks = [mark for mark, _ in node.rules] if isinstance(node, Dispatch) else [node]
+                marks = (
+                    [mark for mark, _ in node.rules]
+                    if isinstance(node, Dispatch)
+                    else [node]
+                )
                 texts += [mark.text for mark in marks if isinstance(mark, Text)]
-                texts += [mark.token for mark in marks if isinstance(mark, Token) and isinstance(mark.token, str)]
+                texts += [
+                    mark.token
+                    for mark in marks
+                    if isinstance(mark, Token) and isinstance(mark.token, str)
+                ]
         case "regex" | "grammar":
             texts = _LITERAL.findall(constraint.source)
         case _:

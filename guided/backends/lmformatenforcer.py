@@ -1,8 +1,10 @@
-"""Adapter for lm-format-enforcer: character-level parsers in Python. The slow backend: a mask takes milliseconds.
+"""Adapter for lm-format-enforcer: character-level parsers in Python. The slow backend:
+a mask takes milliseconds.
 
-The library's `TokenEnforcer` is not used: it answers exceptions with end-of-sequence only, and stores every prefix for
-ever. A character of the library is one byte of UTF-8 here, so tokens may begin and end within a character. Its JSON is
-a superset (integers have fractions, items are miscounted), so each document is validated before it may end.
+The library's `TokenEnforcer` is not used: it answers exceptions with end-of-sequence
+only, and stores every prefix for ever. A character of the library is one byte of UTF-8
+here, so tokens may begin and end within a character. Its JSON is a superset (integers
+have fractions, items are miscounted), so each document is validated before it may end.
 """
 
 from __future__ import annotations
@@ -13,9 +15,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from lmformatenforcer import CharacterLevelParser, CharacterLevelParserConfig, JsonSchemaParser
+from lmformatenforcer import (
+    CharacterLevelParser,
+    CharacterLevelParserConfig,
+    JsonSchemaParser,
+)
 from lmformatenforcer.characterlevelparser import StringParser, UnionParser
-from lmformatenforcer.tokenizerprefixtree import JsonFreetextTokenCache, TokenizerPrefixTree
+from lmformatenforcer.tokenizerprefixtree import (
+    JsonFreetextTokenCache,
+    TokenizerPrefixTree,
+)
 
 from guided.backends.base import Backend, CompiledGrammar, TextMatcher
 from guided.backends.schema_lowering import FewKeywords, SchemaLowering, any_of, only
@@ -28,9 +37,14 @@ from guided.vocabulary import Vocabulary, valid_utf8
 
 _SPACE = "\u0100"
 """A space within a JSON string: the library skips spaces at its beginning."""
-_ALPHABET = "".join(chr(byte) for byte in (*range(0x21, 0x80), *range(0xC2, 0xF5))) + _SPACE
-"""The characters of free strings: only the first bytes of characters, because the library counts them."""
-_CONFIG = CharacterLevelParserConfig(_ALPHABET, max_consecutive_whitespaces=12, max_json_array_length=0)
+_ALPHABET = (
+    "".join(chr(byte) for byte in (*range(0x21, 0x80), *range(0xC2, 0xF5))) + _SPACE
+)
+"""The characters of free strings: only the first bytes of characters, because the
+library counts them."""
+_CONFIG = CharacterLevelParserConfig(
+    _ALPHABET, max_consecutive_whitespaces=12, max_json_array_length=0
+)
 _REST = frozenset(map(chr, range(0x80, 0xC0)))
 """The bytes of a character after the first one."""
 _BLANKS = frozenset(" \t\r\n")
@@ -46,14 +60,23 @@ class LMFormatEnforcerBackend(Backend):
 
     def compile(self, constraint: Constraint) -> LMFormatEnforcerGrammar:
         if constraint.kind == "choice":
-            options = [StringParser(choice.encode().decode("latin-1")) for choice in constraint.value]
+            options = [
+                StringParser(choice.encode().decode("latin-1"))
+                for choice in constraint.value
+            ]
             return LMFormatEnforcerGrammar(UnionParser(options), self._tokens)
         if constraint.whitespace:
-            raise UnsupportedConstraint("lm-format-enforcer has no whitespace pattern", param="whitespace_pattern")
+            raise UnsupportedConstraint(
+                "lm-format-enforcer has no whitespace pattern",
+                param="whitespace_pattern",
+            )
         schema = _EnforcerLowering(constraint).document()
         definitions = schema.pop("$defs", {})
-        # An alternative with a parser of its own: otherwise two arrays would put their items on the same stack.
-        parts = [{**part, "$defs": definitions} for part in schema.get("anyOf", [schema])]
+        # An alternative with a parser of its own: otherwise two arrays would put their
+        # items on the same stack.
+        parts = [
+            {**part, "$defs": definitions} for part in schema.get("anyOf", [schema])
+        ]
         parser = UnionParser([JsonSchemaParser(part, _CONFIG) for part in parts])
         spaces = _BLANKS
         if constraint.whitespace == "":
@@ -72,7 +95,8 @@ class _EnforcerLowering(FewKeywords):
         return {"anyOf": [{"type": kind} for kind in ALL_TYPES]}
 
     def reference(self, schema: JsonObject) -> JsonObject:
-        """Lower a reference: to several alternatives as the alternatives, because their items would share a stack."""
+        """Lower a reference: to several alternatives as the alternatives, because their
+        items would share a stack."""
         if len(types_of(self.form.target(schema))) == 1:
             return SchemaLowering.reference(self, schema)
         return super().reference(schema)
@@ -92,9 +116,18 @@ class _EnforcerLowering(FewKeywords):
     def finite(self, schema: JsonObject, keyword: str, values: list[Any]) -> JsonObject:
         texts = [self.name(value) for value in values if isinstance(value, str)]
         numbers = [value for value in values if is_number(value)]
-        if None in texts or len(texts) + len(numbers) + values.count(None) < len(values):
-            raise self.refusal(schema, keyword, " with other than null, numbers and text without escapes")
-        options: list[JsonObject] = [{"type": "string", "enum": texts}, {"enum": numbers}]
+        if None in texts or len(texts) + len(numbers) + values.count(None) < len(
+            values
+        ):
+            raise self.refusal(
+                schema,
+                keyword,
+                " with other than null, numbers and text without escapes",
+            )
+        options: list[JsonObject] = [
+            {"type": "string", "enum": texts},
+            {"enum": numbers},
+        ]
         options = [option for option in options if option["enum"]]
         if None in values:
             options.append({"type": "null"})
@@ -108,7 +141,8 @@ class _EnforcerLowering(FewKeywords):
 
 @dataclass(frozen=True, eq=False)
 class _Json(CharacterLevelParser):  # type: ignore[misc]
-    """The library's JSON without trailing commas, and with any spaces and bytes in strings."""
+    """The library's JSON without trailing commas, and with any spaces and bytes in
+    strings."""
 
     inner: CharacterLevelParser
     spaces: frozenset[str]  # the whitespace that is allowed between JSON tokens
@@ -122,7 +156,9 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
         if self.quoted and symbol == " ":
             symbol = _SPACE
         inner = self.inner
-        if symbol not in _REST or symbol in inner.get_allowed_characters():  # free strings do not read these bytes
+        if (
+            symbol not in _REST or symbol in inner.get_allowed_characters()
+        ):  # free strings do not read these bytes
             inner = inner.add_character(symbol)
         begun = ""
         if "\x80" <= symbol < _SPACE and not _is_utf8(self.begun + symbol):
@@ -137,7 +173,11 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
     def get_allowed_characters(self) -> str:
         allowed = set(self.inner.get_allowed_characters())
         if self.begun:
-            return "".join(byte for byte in allowed & _REST or _REST if _is_utf8(self.begun + byte, begun=True))
+            return "".join(
+                byte
+                for byte in allowed & _REST or _REST
+                if _is_utf8(self.begun + byte, begun=True)
+            )
         if self.quoted:
             return "".join(allowed - _BLANKS).replace(_SPACE, " ")
         spaces = self.spaces
@@ -159,7 +199,8 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
 
 @lru_cache(maxsize=1 << 16)
 def _is_utf8(text: str, *, begun: bool = False) -> bool:
-    """Return whether bytes, written as one character each, are UTF-8; `begun`: or the beginning of it."""
+    """Return whether bytes, written as one character each, are UTF-8; `begun`: or the
+    beginning of it."""
     try:
         text.encode("latin-1").decode()
     except UnicodeDecodeError as error:
@@ -172,29 +213,41 @@ class _ByteTexts:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        contents = {token: vocabulary.token_bytes[token] for token in vocabulary.text_token_ids}
-        self.texts = {token: content.decode("latin-1") for token, content in contents.items()}
+        contents = {
+            token: vocabulary.token_bytes[token] for token in vocabulary.text_token_ids
+        }
+        self.texts = {
+            token: content.decode("latin-1") for token, content in contents.items()
+        }
         spelled = [(token, text, False) for token, text in self.texts.items()]
         self._root = TokenizerPrefixTree(spelled, False, vocabulary.vocab_size).root
         self._free = JsonFreetextTokenCache(False, vocabulary.vocab_size)
         for token, content in contents.items():
             whole = content[: valid_utf8(content)].decode()
             rest = content[valid_utf8(content) :].decode("latin-1")
-            if _FREE.fullmatch(whole) and not (rest and whole[-1:] == '"') and _is_utf8(rest, begun=True):
+            if (
+                _FREE.fullmatch(whole)
+                and not (rest and whole[-1:] == '"')
+                and _is_utf8(rest, begun=True)
+            ):
                 self._free.add_token(whole + rest[:1], token)
         self._free.freeze()
         self._masks: dict[tuple[int, int], Bitmask] = {}
 
     def free(self, length: int, least: int, most: int) -> Bitmask:
-        """Return the mask within a free string of `length` characters, without its end and escapes."""
+        """Return the mask within a free string of `length` characters, without its end
+        and escapes."""
         longest = self._free.max_token_len
         key = min(longest, max(0, least - length)), min(longest, most - length)
         if key not in self._masks:
-            self._masks[key] = self.vocabulary.mask(self._free.lookup_allowed_tokens(*key).allowed_tokens)
+            self._masks[key] = self.vocabulary.mask(
+                self._free.lookup_allowed_tokens(*key).allowed_tokens
+            )
         return self._masks[key]
 
     def following(self, state: CharacterLevelParser, first: str = "") -> Bitmask:
-        """Return the mask after `state`; with `first`, only of tokens that begin with one of its characters."""
+        """Return the mask after `state`; with `first`, only of tokens that begin with
+        one of its characters."""
         tokens: list[int] = []
         todo = [(self._root, state, first)]
         while todo:
@@ -222,7 +275,8 @@ class LMFormatEnforcerGrammar(CompiledGrammar):
 
 
 class LMFormatEnforcerMatcher(TextMatcher):
-    """One sequence: the library's parsers, which are immutable, after each of its text tokens."""
+    """One sequence: the library's parsers, which are immutable, after each of its text
+    tokens."""
 
     def __init__(self, shared: _ByteTexts, start: CharacterLevelParser) -> None:
         super().__init__(shared.vocabulary)

@@ -1,17 +1,21 @@
-"""Adapter for outlines-core: one automaton over tokens, built in advance; then each step is a look-up.
+"""Adapter for outlines-core: one automaton over tokens, built in advance; then each
+step is a look-up.
 
-Compilation takes a second on average, in one case of five over ten seconds, and gigabytes at worst: run it in a process
-that may be killed.
+Compilation takes a second on average, in one case of five over ten seconds, and
+gigabytes at worst: run it in a process that may be killed.
 
 Properties of the library that the adapter compensates:
 
-- Its automata prefer the first alternative (`yes|yes please` allows `yes` only), unless the pattern ends with `$`. A
-  pattern that ends with `$` can't match the empty text, so a regex that does is refused.
+- Its automata prefer the first alternative (`yes|yes please` allows `yes` only), unless
+  the pattern ends with `$`. A pattern that ends with `$` can't match the empty text, so
+  a regex that does is refused.
 - It knows one end-of-sequence token only, so the adapter handles stop tokens.
-- A regex can't count levels. So `json_object` allows three: the object, and objects and arrays within values of it.
-- It reads a subschema by its first keyword of `properties`, `allOf`, `anyOf`, `oneOf`, `prefixItems`, `enum`, `const`,
-  `$ref`, `type`, ignores others, and puts patterns between quotes unchanged. So it gets one of them at a time, and each
-  document is validated before it may end.
+- A regex can't count levels. So `json_object` allows three: the object, and objects and
+  arrays within values of it.
+- It reads a subschema by its first keyword of `properties`, `allOf`, `anyOf`, `oneOf`,
+  `prefixItems`, `enum`, `const`, `$ref`, `type`, ignores others, and puts patterns
+  between quotes unchanged. So it gets one of them at a time, and each document is
+  validated before it may end.
 """
 
 from __future__ import annotations
@@ -51,7 +55,9 @@ class OutlinesBackend(Backend):
 
     def compile(self, constraint: Constraint) -> OutlinesGrammar:
         try:
-            index = outlines_core.Index(f"(?:{self._pattern(constraint)})$", self._tokens)
+            index = outlines_core.Index(
+                f"(?:{self._pattern(constraint)})$", self._tokens
+            )
         except ValueError as error:
             message = f"outlines refuses the {constraint.kind}: {bounded(error)}"
             raise UnsupportedConstraint(message, param=constraint.kind) from None
@@ -67,9 +73,15 @@ class OutlinesBackend(Backend):
     def _pattern(self, constraint: Constraint) -> str:
         """Return the constraint as one regex."""
         if constraint.texts is None:
-            schema = json.dumps(_OutlinesLowering(constraint).document(), ensure_ascii=False)
+            schema = json.dumps(
+                _OutlinesLowering(constraint).document(), ensure_ascii=False
+            )
             spaces = constraint.whitespace
-            return str(build_regex_from_schema(schema, spaces and f"(?:{string_pattern.whitespace(spaces)})"))
+            return str(
+                build_regex_from_schema(
+                    schema, spaces and f"(?:{string_pattern.whitespace(spaces)})"
+                )
+            )
         pattern = regex.render(constraint.texts)
         if re.fullmatch(pattern, ""):
             message = "outlines can't enforce a regex that the empty text matches: choose another backend"
@@ -78,9 +90,11 @@ class OutlinesBackend(Backend):
 
 
 class _OutlinesLowering(FewKeywords):
-    """Objects have the named properties in this order and no others, arrays with `prefixItems` exactly these items.
+    """Objects have the named properties in this order and no others, arrays with
+    `prefixItems` exactly these items.
 
-    Strings with a length or a pattern have no escapes: with them, 20 characters take a minute to compile.
+    Strings with a length or a pattern have no escapes: with them, 20 characters take a
+    minute to compile.
     """
 
     library = "outlines"
@@ -90,9 +104,17 @@ class _OutlinesLowering(FewKeywords):
 
     def finite(self, schema: JsonObject, keyword: str, values: list[Any]) -> JsonObject:
         for value in numbers_in(values):
-            if isinstance(value, int) and abs(value) >= _LARGE:  # the library writes 10**30 as 1e+30: another number
-                refusal = self.refusal(schema, keyword, f" with an integer as large as {bounded(value, 40)}")
-                refusal.keyword = ""  # not left out: jsonschema-rs compares such numbers as floats
+            if (
+                isinstance(value, int) and abs(value) >= _LARGE
+            ):  # the library writes 10**30 as 1e+30: another number
+                refusal = self.refusal(
+                    schema,
+                    keyword,
+                    f" with an integer as large as {bounded(value, 40)}",
+                )
+                refusal.keyword = (
+                    ""  # not left out: jsonschema-rs compares such numbers as floats
+                )
                 raise refusal
         return {"enum": values}
 
@@ -103,7 +125,9 @@ class _OutlinesLowering(FewKeywords):
             return {"type": "string", "format": "uuid"}
         if "pattern" in schema:
             try:
-                plain = string_pattern.in_json(self.parse_pattern(schema), escapes=False)
+                plain = string_pattern.in_json(
+                    self.parse_pattern(schema), escapes=False
+                )
             except UnsupportedConstraint:
                 raise self.refusal(schema, "pattern") from None
         elif least or most:
@@ -119,7 +143,9 @@ class _OutlinesLowering(FewKeywords):
         return super().array(schema)
 
     def name(self, text: str) -> str:
-        return json.dumps(text, ensure_ascii=False)[1:-1]  # outlines does not escape names
+        return json.dumps(text, ensure_ascii=False)[
+            1:-1
+        ]  # outlines does not escape names
 
 
 @dataclass(eq=False)
@@ -139,7 +165,8 @@ class OutlinesGrammar(CompiledGrammar):
 
 
 class OutlinesMatcher(TextMatcher):
-    """One sequence: the library's guide, which reads the tokens again after a rollback."""
+    """One sequence: the library's guide, which reads the tokens again after a
+    rollback."""
 
     def __init__(self, grammar: OutlinesGrammar) -> None:
         super().__init__(grammar.vocabulary)

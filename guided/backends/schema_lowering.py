@@ -1,7 +1,9 @@
-"""The common part of the schema adapters: walk a schema in normal form, and refuse what the library would ignore.
+"""The common part of the schema adapters: walk a schema in normal form, and refuse what
+the library would ignore.
 
-Each adapter derives from `SchemaLowering` and adds how its library reads strings, numbers, arrays and objects. A
-refusal names the keyword and its JSON pointer in the user's document.
+Each adapter derives from `SchemaLowering` and adds how its library reads strings,
+numbers, arrays and objects. A refusal names the keyword and its JSON pointer in the
+user's document.
 """
 
 from __future__ import annotations
@@ -42,12 +44,20 @@ _COMPLEX = (
     "unevaluatedItems",
     "unevaluatedProperties",
 )
-"""Keywords that the canonical form has only where `jsonschema-rs` could not replace them."""
-TIERS = ((), ("minProperties", "maxProperties", "not"), ("patternProperties", "propertyNames"), ("allOf", "pattern"))
-"""Keywords to leave out everywhere, step by step, where a library refuses a schema and does not say which keyword."""
+"""Keywords that the canonical form has only where `jsonschema-rs` could not replace
+them."""
+TIERS = (
+    (),
+    ("minProperties", "maxProperties", "not"),
+    ("patternProperties", "propertyNames"),
+    ("allOf", "pattern"),
+)
+"""Keywords to leave out everywhere, step by step, where a library refuses a schema and
+does not say which keyword."""
 
 _MAX_DISTINCT = 5
-"""Maximum number of values for which all arrays of distinct ones are listed: there are 326 of five values."""
+"""Maximum number of values for which all arrays of distinct ones are listed: there are
+326 of five values."""
 
 
 def any_of(parts: list[JsonObject]) -> JsonObject:
@@ -63,13 +73,15 @@ def only(schema: JsonObject, *keywords: str) -> JsonObject:
 
 
 class SchemaLowering(ABC):
-    """Lowers one schema to the form of one library: the schema itself, or a superset without what it does not enforce.
+    """Lowers one schema to the form of one library: the schema itself, or a superset
+    without what it does not enforce.
 
     Args:
         constraint: of the kind `json_schema` or `json_object`.
 
     Raises:
-        UnsupportedConstraint: the library would not enforce a keyword; with its pointer.
+        UnsupportedConstraint: the library would not enforce a keyword; with its
+            pointer.
         InvalidConstraint: no value satisfies the schema, or a pattern is malformed.
     """
 
@@ -78,7 +90,9 @@ class SchemaLowering(ABC):
     """Keywords in `_COMPLEX` that the library enforces."""
 
     def __init__(self, constraint: Constraint) -> None:
-        self.form = canonical(constraint.schema_text, open_objects=constraint.open_objects)
+        self.form = canonical(
+            constraint.schema_text, open_objects=constraint.open_objects
+        )
         self.checked: dict[str, None] = {}
         """JSON pointers of the keywords that are left out, in the schema as sent."""
         self._leave_out = constraint.leave_out
@@ -105,9 +119,13 @@ class SchemaLowering(ABC):
         return schema
 
     def lower(self, schema: Schema) -> JsonObject:
-        """Lower one subschema of the canonical form. Leaves out what the library does not enforce."""
+        """Lower one subschema of the canonical form. Leaves out what the library does
+        not enforce."""
         if schema is False:
-            raise UnsupportedConstraint(f"{self.library} can't enforce a schema that is false", param="json_schema")
+            raise UnsupportedConstraint(
+                f"{self.library} can't enforce a schema that is false",
+                param="json_schema",
+            )
         if schema is True:
             return self.any_value()
         for keyword in schema.keys() & self._leave_out:
@@ -124,14 +142,21 @@ class SchemaLowering(ABC):
             return False
         return self.lower(schema)
 
-    def _without(self, schema: JsonObject, refusal: UnsupportedConstraint) -> JsonObject:
+    def _without(
+        self, schema: JsonObject, refusal: UnsupportedConstraint
+    ) -> JsonObject:
         """Return a superset of `schema` without a keyword, which is checked then."""
         keyword = refusal.keyword
         if self._strict or keyword not in schema:
             refusal.keyword = ""
             raise refusal
-        dropped = [keyword, *(name for name in _DEPENDENT.get(keyword, ()) if name in schema)]
-        self.checked |= dict.fromkeys(place for name in dropped for place in self.form.pointers(schema, name))
+        dropped = [
+            keyword,
+            *(name for name in _DEPENDENT.get(keyword, ()) if name in schema),
+        ]
+        self.checked |= dict.fromkeys(
+            place for name in dropped for place in self.form.pointers(schema, name)
+        )
         kept = {name: value for name, value in schema.items() if name not in dropped}
         if keyword == "oneOf":  # at least one of them is still necessary
             kept["anyOf"] = schema["oneOf"]
@@ -152,7 +177,9 @@ class SchemaLowering(ABC):
             if keyword in schema:
                 return self.finite(schema, keyword, listed(schema) or [])
         if "anyOf" in schema:
-            return any_of([self.lower(part) for part in schema["anyOf"] if part is not False])
+            return any_of(
+                [self.lower(part) for part in schema["anyOf"] if part is not False]
+            )
         named = schema.get("type", ALL_TYPES)
         if isinstance(named, str):
             return self._of_type(named, schema)
@@ -187,16 +214,27 @@ class SchemaLowering(ABC):
         return {"type": kind}
 
     def numbers(self, schema: JsonObject, kind: str) -> Numbers:
-        """Return the numbers that may be written; refuse a schema for which there is none, or inexact bounds."""
+        """Return the numbers that may be written; refuse a schema for which there is
+        none, or inexact bounds."""
         numbers = numbers_of(schema, kind)
         if "multipleOf" in schema:
-            most = 10**SIGNIFICANT_DIGITS - 1  # or there may be no digit after which a number can end
-            fewer = numbers._replace(low=max(numbers.low, -most), high=min(numbers.high, most))
+            most = (
+                10**SIGNIFICANT_DIGITS - 1
+            )  # or there may be no digit after which a number can end
+            fewer = numbers._replace(
+                low=max(numbers.low, -most), high=min(numbers.high, most)
+            )
             if fewer.units:
                 numbers = fewer
         for keyword in NUMERIC:
-            if keyword in schema and (abs(schema[keyword]) > EXACT or not numbers.units):
-                raise self.refusal(schema, keyword, f" {bounded(schema[keyword], 40)}: it has too many digits")
+            if keyword in schema and (
+                abs(schema[keyword]) > EXACT or not numbers.units
+            ):
+                raise self.refusal(
+                    schema,
+                    keyword,
+                    f" {bounded(schema[keyword], 40)}: it has too many digits",
+                )
         return numbers
 
     @abstractmethod
@@ -207,15 +245,24 @@ class SchemaLowering(ABC):
     def object(self, schema: JsonObject) -> JsonObject:
         """Lower the type object."""
 
-    def refusal(self, schema: Schema, keyword: str, reason: str = "") -> UnsupportedConstraint:
+    def refusal(
+        self, schema: Schema, keyword: str, reason: str = ""
+    ) -> UnsupportedConstraint:
         """Return the error for a keyword that the library would not enforce."""
-        refusal = UnsupportedConstraint(f"{self.library} can't enforce {keyword!r}{reason}")
+        refusal = UnsupportedConstraint(
+            f"{self.library} can't enforce {keyword!r}{reason}"
+        )
         self.at_keyword(refusal, schema, keyword)
         return refusal
 
-    def at_keyword(self, error: InvalidConstraint, schema: Schema, keyword: str) -> InvalidConstraint:
+    def at_keyword(
+        self, error: InvalidConstraint, schema: Schema, keyword: str
+    ) -> InvalidConstraint:
         """Return `error` with the pointer of `keyword`."""
-        error.param, error.pointer = "json_schema", next(self.form.pointers(schema, keyword))
+        error.param, error.pointer = (
+            "json_schema",
+            next(self.form.pointers(schema, keyword)),
+        )
         if isinstance(error, UnsupportedConstraint):
             error.keyword = keyword
         return error
@@ -228,7 +275,8 @@ class SchemaLowering(ABC):
             raise self.at_keyword(error, schema, "pattern") from None
 
     def _array(self, schema: JsonObject) -> JsonObject:
-        """Lower the type array. Few distinct values become one alternative for each array of some of them."""
+        """Lower the type array. Few distinct values become one alternative for each
+        array of some of them."""
         if "contains" in schema:
             raise self.refusal(schema, "contains")
         if "uniqueItems" not in schema:
@@ -244,13 +292,17 @@ class SchemaLowering(ABC):
         for length in range(schema.get("minItems", 0), most + 1):
             for array in permutations(values, length):
                 consts = [{"const": value} for value in array]
-                options.append(self.array({"prefixItems": consts, "minItems": length, "maxItems": length}))
+                options.append(
+                    self.array(
+                        {"prefixItems": consts, "minItems": length, "maxItems": length}
+                    )
+                )
         return any_of(options)
 
 
 class FewKeywords(SchemaLowering):
-    """Lowers for a library that enforces few keywords: every output is checked. Objects with `properties` have no
-    others."""
+    """Lowers for a library that enforces few keywords: every output is checked. Objects
+    with `properties` have no others."""
 
     def __init__(self, constraint: Constraint) -> None:
         if constraint.strict:
@@ -263,7 +315,9 @@ class FewKeywords(SchemaLowering):
     def reference(self, schema: JsonObject) -> JsonObject:
         """Lower a reference as its target."""
         if schema in self._inlined:
-            raise self.refusal(schema, "$ref", " that is recursive: it is replaced by its target")
+            raise self.refusal(
+                schema, "$ref", " that is recursive: it is replaced by its target"
+            )
         self._inlined.append(schema)
         try:
             return self.lower(self.form.target(schema))
@@ -272,7 +326,8 @@ class FewKeywords(SchemaLowering):
 
     @abstractmethod
     def name(self, text: str) -> str | None:
-        """Return the name of a property in the library's characters; None if it is not possible."""
+        """Return the name of a property in the library's characters; None if it is not
+        possible."""
 
     def array(self, schema: JsonObject) -> JsonObject:
         lowered: JsonObject = {"type": "array", **only(schema, "minItems", "maxItems")}
@@ -284,12 +339,22 @@ class FewKeywords(SchemaLowering):
     def object(self, schema: JsonObject) -> JsonObject:
         required = schema.get("required", [])
         rest = schema.get("additionalProperties", True)
-        parts = {name: part for name, part in schema.get("properties", {}).items() if part is not False}
-        parts |= {name: rest for name in required if name not in parts and rest is not False}
-        names = {name: written for name in parts if (written := self.name(name)) is not None}
+        parts = {
+            name: part
+            for name, part in schema.get("properties", {}).items()
+            if part is not False
+        }
+        parts |= {
+            name: rest for name in required if name not in parts and rest is not False
+        }
+        names = {
+            name: written for name in parts if (written := self.name(name)) is not None
+        }
         lowered: JsonObject = {"type": "object"}
         if names:
-            lowered["properties"] = {written: self.lower(parts[name]) for name, written in names.items()}
+            lowered["properties"] = {
+                written: self.lower(parts[name]) for name, written in names.items()
+            }
             lowered["required"] = [names[name] for name in required if name in names]
         elif isinstance(rest, dict) and rest:
             lowered["additionalProperties"] = self.lower(rest)

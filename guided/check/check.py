@@ -1,6 +1,8 @@
-"""Check constraints without a model: report whether and by which backend a constraint is accepted, with samples.
+"""Check constraints without a model: report whether and by which backend a constraint
+is accepted, with samples.
 
-`guided check` prints these reports. A constraint is compiled as in a server, for the vocabulary of a tokenizer.
+`guided check` prints these reports. A constraint is compiled as in a server, for the
+vocabulary of a tokenizer.
 """
 
 from __future__ import annotations
@@ -62,25 +64,34 @@ class Report:
     refusals: dict[str, str] = field(default_factory=dict)
     """Name of a backend that refused the constraint -> its reason."""
     checked: list[str] = field(default_factory=list)
-    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
+    """JSON pointers of keywords that are checked when the output ends, not enforced by
+    the mask."""
     not_enforced: list[str] = field(default_factory=list)
     compile_seconds: float = 0.0
     """Time of the compilation and of the first mask."""
     least_tokens: int | None = None
-    """Number of tokens of a short output, with the stop token. None: no short output was found."""
+    """Number of tokens of a short output, with the stop token. None: no short output
+    was found."""
     samples: list[str] = field(default_factory=list)
     """Random valid outputs."""
 
 
 def vocabulary_of(path: Path) -> Vocabulary:
-    """Read a `tokenizer.json`, a `tekken.json`, or the folder of a model with one of these files.
+    """Read a `tokenizer.json`, a `tekken.json`, or the folder of a model with one of
+    these files.
 
     Raises:
         InvalidRequest: the file is missing, is not a tokenizer, or names no stop token.
     """
-    file = path if path.is_file() else next(filter(Path.is_file, map(path.joinpath, _FILES)), None)
+    file = (
+        path
+        if path.is_file()
+        else next(filter(Path.is_file, map(path.joinpath, _FILES)), None)
+    )
     if file is None:
-        raise InvalidRequest(f"{path} is neither a tokenizer file nor a folder with one of {', '.join(_FILES)}")
+        raise InvalidRequest(
+            f"{path} is neither a tokenizer file nor a folder with one of {', '.join(_FILES)}"
+        )
     try:
         if file.name.startswith("tekken"):
             return Vocabulary.from_tekken(file)
@@ -89,23 +100,32 @@ def vocabulary_of(path: Path) -> Vocabulary:
         raise
     except Exception as error:  # tokenizers raises Exception itself
         raise InvalidRequest(f"{file} can't be read as a tokenizer: {error}") from None
-    return Vocabulary.from_tokenizer(tokenizer, stop_token_ids=_stop_tokens(file, tokenizer))
+    return Vocabulary.from_tokenizer(
+        tokenizer, stop_token_ids=_stop_tokens(file, tokenizer)
+    )
 
 
 def _stop_tokens(file: Path, tokenizer: Tokenizer) -> list[int]:
     settings = file.with_name("tokenizer_config.json")
-    eos: Any = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
+    eos: Any = (
+        json.loads(settings.read_text()).get("eos_token")
+        if settings.is_file()
+        else None
+    )
     if isinstance(eos, dict):
         eos = eos.get("content")
     if eos:
         names = [eos]
     else:
         names = ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<eos>"]
-    return [token for token in map(tokenizer.token_to_id, names) if token is not None][:1]
+    return [token for token in map(tokenizer.token_to_id, names) if token is not None][
+        :1
+    ]
 
 
 def kind_of(name: str, text: str) -> ConstraintKind:
-    """Return the kind of a constraint, which the name of the file or else the text determines."""
+    """Return the kind of a constraint, which the name of the file or else the text
+    determines."""
     kind = _KINDS.get(Path(name).suffix.lower())
     if kind is not None:
         return kind
@@ -146,7 +166,9 @@ def check(
             source = text.rstrip("\n")
         else:
             source = text
-        constraint = Constraint.of_kind(kind, source, open_objects=open_objects, param=kind)
+        constraint = Constraint.of_kind(
+            kind, source, open_objects=open_objects, param=kind
+        )
         compiled = compile_constraint(
             backends,
             constraint,
@@ -164,11 +186,17 @@ def check(
             report.understood = ""
         chance = random.Random(seed)
         vocabulary = backends.vocabulary
-        short = Completions(vocabulary).of(compiled.grammar).first(compiled.grammar.matcher())
+        short = (
+            Completions(vocabulary)
+            .of(compiled.grammar)
+            .first(compiled.grammar.matcher())
+        )
         if short is not None:
             report.least_tokens = len(short.tokens) + 1
             budget = report.least_tokens + _SAMPLE_TOKENS
-            report.samples = [_sample(budget, compiled, vocabulary, chance) for _ in range(samples)]
+            report.samples = [
+                _sample(budget, compiled, vocabulary, chance) for _ in range(samples)
+            ]
     except GuidedError as error:
         report.accepted = False
         report.error = error.message
@@ -177,9 +205,14 @@ def check(
 
 
 def check_all(
-    texts: Iterable[tuple[str, str]], vocabulary: Vocabulary, *, seconds: float, **options: Any
+    texts: Iterable[tuple[str, str]],
+    vocabulary: Vocabulary,
+    *,
+    seconds: float,
+    **options: Any,
 ) -> Iterator[Report]:
-    """Report on several constraints in another process, which is killed if one constraint takes longer than `seconds`.
+    """Report on several constraints in another process, which is killed if one
+    constraint takes longer than `seconds`.
 
     Args:
         texts: `(name, text)` of each constraint.
@@ -191,12 +224,18 @@ def check_all(
             try:
                 yield process.call(_check, name, text, seconds, options)
             except GuidedError as error:
-                yield Report(name, options.get("kind") or kind_of(name, text), error=error.message)
+                yield Report(
+                    name,
+                    options.get("kind") or kind_of(name, text),
+                    error=error.message,
+                )
     finally:
         process.stop()
 
 
-def _check(backends: Backends, name: str, text: str, seconds: float, options: dict[str, Any]) -> Report:
+def _check(
+    backends: Backends, name: str, text: str, seconds: float, options: dict[str, Any]
+) -> Report:
     set_time_limit(seconds)
     return check(name, text, backends, **options)
 
@@ -215,7 +254,9 @@ def _values_of(root: Any) -> str:
     return kinds
 
 
-def _sample(budget: int, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:
+def _sample(
+    budget: int, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random
+) -> str:
     """Generate a random output, of printable ASCII if possible."""
     worker = MaskWorker(vocabulary)
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
@@ -230,5 +271,9 @@ def _sample(budget: int, compiled: Compiled, vocabulary: Vocabulary, chance: ran
         texts = [token for token in allowed if token not in stops]
         if ends and (not texts or chance.random() < _END_CHANCE):
             return vocabulary.decode(output).decode()
-        readable = [token for token in texts if re.fullmatch(b"[ -~]+", vocabulary.token_bytes[token])]
+        readable = [
+            token
+            for token in texts
+            if re.fullmatch(b"[ -~]+", vocabulary.token_bytes[token])
+        ]
         output.append(chance.choice(readable or texts))

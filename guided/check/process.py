@@ -1,4 +1,5 @@
-"""A process with loaded grammar libraries, for calls that may have to be killed. It needs no Ray."""
+"""A process with loaded grammar libraries, for calls that may have to be killed. It
+needs no Ray."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ from guided.vocabulary import Vocabulary
 
 
 class BackendProcess:
-    """Calls functions in another process, with the backends `names` loaded. A process that was killed is replaced."""
+    """Calls functions in another process, with the backends `names` loaded. A process
+    that was killed is replaced."""
 
     def __init__(self, vocabulary: Vocabulary, names: Sequence[str] = ()) -> None:
         self._arguments = vocabulary.to_bytes(), names
         self._started: tuple[Any, Connection] | None = None
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what `function(backends, *arguments)` returns. It calls `set_time_limit`.
+        """Return what `function(backends, *arguments)` returns. It calls
+        `set_time_limit`.
 
         Raises:
             CompileTimeout: it took longer than its time limit.
@@ -36,7 +39,9 @@ class BackendProcess:
             self._started = None
             if process.exitcode == -signal.SIGALRM:
                 raise CompileTimeout("it takes longer than the time limit") from None
-            raise BackendError(f"the process crashed (exit code {process.exitcode})") from None
+            raise BackendError(
+                f"the process crashed (exit code {process.exitcode})"
+            ) from None
 
     def stop(self) -> None:
         """Kill the process. The next call starts another one."""
@@ -50,14 +55,17 @@ class BackendProcess:
     def _start(self) -> tuple[Any, Connection]:
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, *self._arguments), daemon=True)
+        process = context.Process(
+            target=_serve, args=(theirs, *self._arguments), daemon=True
+        )
         process.start()
         theirs.close()
         return process, pipe
 
 
 def set_time_limit(seconds: float) -> None:
-    """Have this process killed after `seconds` from now, native code included. 0: no limit."""
+    """Have this process killed after `seconds` from now, native code included. 0: no
+    limit."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 

@@ -1,8 +1,8 @@
 """Convert Python types to constraints, and parse outputs as values of these types.
 
-A type is anything that pydantic describes (a model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, `list[int]`) or
-a term of the outlines package (`outlines.types`: regexes, `Choice`, `JsonSchema`, `CFG`). Fields of a model may be
-terms, too.
+A type is anything that pydantic describes (a model, a dataclass, a `TypedDict`, an
+`Enum`, a `Literal`, `list[int]`) or a term of the outlines package (`outlines.types`:
+regexes, `Choice`, `JsonSchema`, `CFG`). Fields of a model may be terms, too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ _TERMS = "outlines.types.dsl"
 
 
 def constraint_for(
-    output_type: Any, *, whitespace: str | None = None, open_objects: bool | None = None, param: str = _PARAM
+    output_type: Any,
+    *,
+    whitespace: str | None = None,
+    open_objects: bool | None = None,
+    param: str = _PARAM,
 ) -> Constraint:
     """Build the constraint of a type.
 
-    An `Enum` or a `Literal` of strings is a `choice`: the output is the plain text of one value. Other types are JSON.
-    A term of outlines is a schema, a grammar, or else a regex.
+    An `Enum` or a `Literal` of strings is a `choice`: the output is the plain text of
+    one value. Other types are JSON. A term of outlines is a schema, a grammar, or else
+    a regex.
 
     Raises:
         InvalidConstraint: there is no constraint for this type.
@@ -47,15 +52,21 @@ def constraint_for(
     try:
         schema = adapter.json_schema(schema_generator=_schema_generator())
     except Exception as error:  # pydantic's errors share no base class but Exception
-        raise InvalidConstraint(f"{_name(output_type)} has no JSON schema: {bounded(error)}", param=param) from None
-    return Constraint.json_schema(schema, whitespace=whitespace, open_objects=open_objects, param=param)
+        raise InvalidConstraint(
+            f"{_name(output_type)} has no JSON schema: {bounded(error)}", param=param
+        ) from None
+    return Constraint.json_schema(
+        schema, whitespace=whitespace, open_objects=open_objects, param=param
+    )
 
 
 def parse_as(output_type: Any, text: str) -> Any:
-    """Parse a complete output, which satisfies the constraint of `output_type`, as a value of this type.
+    """Parse a complete output, which satisfies the constraint of `output_type`, as a
+    value of this type.
 
-    For a term of outlines that is a schema, the value is that of `json.loads`; for other terms, it is the text. Raises
-    `ValueError` if a validator of the type, which a JSON schema may not express, rejects the value.
+    For a term of outlines that is a schema, the value is that of `json.loads`; for
+    other terms, it is the text. Raises `ValueError` if a validator of the type, which a
+    JSON schema may not express, rejects the value.
     """
     if _is_term(output_type):
         if hasattr(output_type, "schema"):
@@ -68,7 +79,8 @@ def parse_as(output_type: Any, text: str) -> Any:
 
 
 def _strings(output_type: Any) -> list[str]:
-    """Return the values of an `Enum` or a `Literal` if all are non-empty strings, which a `choice` requires."""
+    """Return the values of an `Enum` or a `Literal` if all are non-empty strings, which
+    a `choice` requires."""
     values: Sequence[Any] = ()
     if get_origin(output_type) is Literal:
         values = get_args(output_type)
@@ -100,16 +112,21 @@ def _schema_generator() -> Any:
     from pydantic.json_schema import GenerateJsonSchema
 
     class Generator(GenerateJsonSchema):
-        """Writes a `Decimal` as a number: pydantic's alternative, a string, has a pattern with lookaround."""
+        """Writes a `Decimal` as a number: pydantic's alternative, a string, has a
+        pattern with lookaround."""
 
         def decimal_schema(self, schema: Any) -> Any:
             numeric: Any = {**schema, "type": "float"}
             return self.float_schema(numeric)
 
         def generate_inner(self, schema: Any) -> Any:
-            """Anchor the pattern of a field that is a term of outlines: the term matches the whole string."""
+            """Anchor the pattern of a field that is a term of outlines: the term
+            matches the whole string."""
             written = super().generate_inner(schema)
-            if schema["type"] == "function-plain" and schema["function"]["function"].__module__ == _TERMS:
+            if (
+                schema["type"] == "function-plain"
+                and schema["function"]["function"].__module__ == _TERMS
+            ):
                 written["pattern"] = f"^(?:{written['pattern']})$"
             return written
 
@@ -117,16 +134,24 @@ def _schema_generator() -> Any:
 
 
 def _is_term(output_type: Any) -> bool:
-    """Return whether `output_type` is a term of outlines. This does not import outlines."""
-    return any(base.__module__ == _TERMS and base.__name__ == "Term" for base in type(output_type).__mro__)
+    """Return whether `output_type` is a term of outlines. This does not import
+    outlines."""
+    return any(
+        base.__module__ == _TERMS and base.__name__ == "Term"
+        for base in type(output_type).__mro__
+    )
 
 
-def _constraint_of_term(term: Any, whitespace: str | None, open_objects: bool | None, param: str) -> Constraint:
+def _constraint_of_term(
+    term: Any, whitespace: str | None, open_objects: bool | None, param: str
+) -> Constraint:
     kind = type(term).__name__
     if kind == "JsonSchema":
         if whitespace is None:
             whitespace = term.whitespace_pattern
-        return Constraint.json_schema(term.schema, whitespace=whitespace, open_objects=open_objects, param=param)
+        return Constraint.json_schema(
+            term.schema, whitespace=whitespace, open_objects=open_objects, param=param
+        )
     _refuse_whitespace(whitespace)
     if kind == "CFG":
         return Constraint.grammar(term.definition, param=param)
@@ -136,15 +161,24 @@ def _constraint_of_term(term: Any, whitespace: str | None, open_objects: bool | 
 def _regex(term: Any, param: str) -> str:
     """Return the regex of a term that is neither a schema nor a grammar."""
     dsl: Any = import_module(_TERMS)
-    if any(isinstance(part, dsl.JsonSchema) for part in _parts(term)):  # outlines' own regex ignores some keywords
-        raise InvalidConstraint("a JsonSchema within another term is not supported: use it alone", param=param)
+    if any(
+        isinstance(part, dsl.JsonSchema) for part in _parts(term)
+    ):  # outlines' own regex ignores some keywords
+        raise InvalidConstraint(
+            "a JsonSchema within another term is not supported: use it alone",
+            param=param,
+        )
     try:
-        if isinstance(term, dsl.Regex):  # it needs no parentheses as a whole, and may begin with flags
+        if isinstance(
+            term, dsl.Regex
+        ):  # it needs no parentheses as a whole, and may begin with flags
             pattern: str = term.pattern
         else:
             pattern = dsl.to_regex(term)
     except (TypeError, RuntimeError) as error:
-        message = f"outlines has no regex for this {type(term).__name__}: {bounded(error)}"
+        message = (
+            f"outlines has no regex for this {type(term).__name__}: {bounded(error)}"
+        )
         raise InvalidConstraint(message, param=param) from None
     return pattern
 
@@ -159,7 +193,9 @@ def _parts(term: Any) -> Iterator[Any]:
 
 def _refuse_whitespace(whitespace: str | None) -> None:
     if whitespace is not None:
-        raise InvalidConstraint("whitespace_pattern requires a JSON constraint", param="whitespace_pattern")
+        raise InvalidConstraint(
+            "whitespace_pattern requires a JSON constraint", param="whitespace_pattern"
+        )
 
 
 def _name(output_type: Any) -> str:

@@ -1,6 +1,8 @@
-"""Rules for the constraint fields of a request: one constraint, in one field or several, and its whitespace.
+"""Rules for the constraint fields of a request: one constraint, in one field or
+several, and its whitespace.
 
-Each API (HTTP body, `SamplingParams`, vLLM's extra arguments) collects its fields and checks them here.
+Each API (HTTP body, `SamplingParams`, vLLM's extra arguments) collects its fields and
+checks them here.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class GivenConstraint:
     field: str
     """The path of the field in the request, for errors."""
     value: Any
-    """The value of the field, or a constraint that was already built with the default options of `build`."""
+    """The value of the field, or a constraint that was already built with the default
+    options of `build`."""
 
 
 @dataclass(frozen=True)
@@ -34,24 +37,31 @@ class GivenWhitespace:
 
 
 def take_one(given: Sequence[GivenConstraint]) -> GivenConstraint | None:
-    """Return the constraint field, or None if there is none. Several fields with equal constraints count as the first.
+    """Return the constraint field, or None if there is none. Several fields with equal
+    constraints count as the first.
 
     Raises:
         InvalidConstraint: two fields have different constraints.
     """
     if len(given) > 1 and len({build(field) for field in given}) > 1:
         names = " and ".join(field.field for field in given)
-        raise InvalidConstraint(f"{names} are given: a request takes one constraint", param=given[1].field)
+        raise InvalidConstraint(
+            f"{names} are given: a request takes one constraint", param=given[1].field
+        )
     if given:
         return given[0]
     return None
 
 
-def take_whitespace(constraint: GivenConstraint | None, given: Sequence[GivenWhitespace]) -> GivenWhitespace | None:
-    """Return the whitespace field, or None if there is none. `constraint` is the request's constraint field.
+def take_whitespace(
+    constraint: GivenConstraint | None, given: Sequence[GivenWhitespace]
+) -> GivenWhitespace | None:
+    """Return the whitespace field, or None if there is none. `constraint` is the
+    request's constraint field.
 
     Raises:
-        InvalidRequest: several fields differ, or the constraint is not a JSON constraint.
+        InvalidRequest: several fields differ, or the constraint is not a JSON
+            constraint.
     """
     if not given:
         return None
@@ -63,7 +73,8 @@ def take_whitespace(constraint: GivenConstraint | None, given: Sequence[GivenWhi
         raise InvalidRequest(f"{names} are given: choose one", param=given[1].field)
     if constraint.kind not in ("json_schema", "json_object", "structural_tag"):
         raise InvalidRequest(
-            f"{given[0].field} requires a JSON constraint, not {constraint.field}", param=given[0].field
+            f"{given[0].field} requires a JSON constraint, not {constraint.field}",
+            param=given[0].field,
         )
     return given[0]
 
@@ -75,7 +86,8 @@ def build(
     open_objects: bool = False,
     strict_schema: bool = False,
 ) -> Constraint:
-    """Build the constraint of a field. `param` of an `InvalidConstraint` is the field at fault."""
+    """Build the constraint of a field. `param` of an `InvalidConstraint` is the field
+    at fault."""
     if isinstance(given.value, Constraint):
         return given.value
     pattern = None
@@ -91,6 +103,10 @@ def build(
             param=given.field,
         )
     except InvalidConstraint as error:
-        if whitespace is not None and "whitespace" in error.message and error.param == given.field:
+        if (
+            whitespace is not None
+            and "whitespace" in error.message
+            and error.param == given.field
+        ):
             error.param = whitespace.field  # the pattern is at fault, not the schema
         raise

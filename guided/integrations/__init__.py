@@ -1,1 +1,2 @@
-"""Guided decoding inside other engines. Nothing else in `guided` imports this package."""
+"""Guided decoding inside other engines. Nothing else in `guided` imports this
+package."""

@@ -1,11 +1,13 @@
-"""Guided decoding in transformers: a logits processor for `model.generate(logits_processor=[...])`.
+"""Guided decoding in transformers: a logits processor for
+`model.generate(logits_processor=[...])`.
 
     vocabulary = Vocabulary.from_tokenizer(tokenizer, model.config.vocab_size)
     with GuidedLogitsProcessor(vocabulary, [Constraint.json_schema(schema), None]) as guide:
         model.generate(**inputs, logits_processor=[guide], num_beams=4, max_new_tokens=200)
 
-transformers is not imported. `generate()` calls a logits processor after the forward pass, so masks can't be computed
-during it: a Ray pool adds isolation, and hides no time.
+transformers is not imported. `generate()` calls a logits processor after the forward
+pass, so masks can't be computed during it: a Ray pool adds isolation, and hides no
+time.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 _FLOOR = -1e4
-"""Minimum score of an allowed token, even if other processors forbid it: it is chosen only if nothing else is left. As
-a beam, it ranks before `generate()`'s empty beams (-1e9)."""
+"""Minimum score of an allowed token, even if other processors forbid it: it is chosen
+only if nothing else is left. As a beam, it ranks before `generate()`'s empty beams
+(-1e9)."""
 
-_ids = count(1 << 40)  # shared by all processors: they may use one pool, together with an engine that counts from 0
+_ids = count(
+    1 << 40
+)  # shared by all processors: they may use one pool, together with an engine that counts from 0
 
 
 class _RowSequence(GuidedSequence):
@@ -42,7 +47,8 @@ class _RowSequence(GuidedSequence):
 
     output_token_ids: list[int]
     ended = False
-    """Whether it has ended: by a stop token, by padding from `generate()`, or without a mask. It needs no masks."""
+    """Whether it has ended: by a stop token, by padding from `generate()`, or without a
+    mask. It needs no masks."""
     failed = False
     """Whether it has ended without a mask."""
 
@@ -55,28 +61,35 @@ class _RowSequence(GuidedSequence):
 
 
 class GuidedLogitsProcessor:
-    """Constrains the rows of `generate()`: greedy, sampled, beam-searched, or drafted by an assistant.
+    """Constrains the rows of `generate()`: greedy, sampled, beam-searched, or drafted
+    by an assistant.
 
-    One processor serves many `generate()` calls, one after the other, from one thread: rows that don't continue those
-    of the previous call start a new generation. Call `reset()` before a prompt that continues them by one token.
+    One processor serves many `generate()` calls, one after the other, from one thread:
+    rows that don't continue those of the previous call start a new generation. Call
+    `reset()` before a prompt that continues them by one token.
 
-    If other processors (`min_new_tokens`, `bad_words_ids`, ...) forbid all tokens that the constraint allows, the
-    constraint wins. Place this processor after your own. transformers runs temperature, top-k and the like after it.
+    If other processors (`min_new_tokens`, `bad_words_ids`, ...) forbid all tokens that
+    the constraint allows, the constraint wins. Place this processor after your own.
+    transformers runs temperature, top-k and the like after it.
 
     Args:
         vocabulary: as wide as the model's logits, with all tokens that end a generation
             (`model.generation_config.eos_token_id`) among its stop tokens.
-        constraints: one for all rows, or one for each prompt (a list or tuple), None for a prompt without a constraint.
-            Each is a `Constraint` or a Python type (`guided.fields.output_types`).
-        pool: computes the masks; over the same vocabulary. The caller shuts it down. None: this process computes them.
+        constraints: one for all rows, or one for each prompt (a list or tuple), None
+            for a prompt without a constraint. Each is a `Constraint` or a Python type
+            (`guided.fields.output_types`).
+        pool: computes the masks; over the same vocabulary. The caller shuts it down.
+            None: this process computes them.
         backend: "auto", or the name of one backend.
-        failed_rows: what happens if a row has no valid mask. "raise" ends `generate()` with the error. "end" ends the
-            row (as a beam, it loses against all others), stores the error in `failed`, and continues the other rows.
-            Beam sampling (`num_beams` with `do_sample`) needs "end": it may draw forbidden tokens, for beams that
-            can't win.
+        failed_rows: what happens if a row has no valid mask. "raise" ends `generate()`
+            with the error. "end" ends the row (as a beam, it loses against all others),
+            stores the error in `failed`, and continues the other rows. Beam sampling
+            (`num_beams` with `do_sample`) needs "end": it may draw forbidden tokens,
+            for beams that can't win.
 
     Raises:
-        GuidedError: a constraint can't be compiled. The message has its index in `constraints`.
+        GuidedError: a constraint can't be compiled. The message has its index in
+            `constraints`.
     """
 
     def __init__(
@@ -89,10 +102,13 @@ class GuidedLogitsProcessor:
         failed_rows: Literal["raise", "end"] = "raise",
     ) -> None:
         if pool is not None and pool.vocabulary != vocabulary:
-            raise InvalidRequest(f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}", param="pool")
+            raise InvalidRequest(
+                f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}",
+                param="pool",
+            )
         self.failed: dict[int, GuidedError] = {}
-        """The errors of the rows that failed in the current or last generation (`failed_rows="end"`), by the index of
-        the row at that time."""
+        """The errors of the rows that failed in the current or last generation
+        (`failed_rows="end"`), by the index of the row at that time."""
         if isinstance(constraints, list | tuple):
             many = constraints
         else:
@@ -128,14 +144,17 @@ class GuidedLogitsProcessor:
         return self._pool.compile(constraint, candidates(constraint.kind, backend))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores with -inf for all forbidden tokens. Rows without a constraint are unchanged.
+        """Return the scores with -inf for all forbidden tokens. Rows without a
+        constraint are unchanged.
 
         Args:
-            input_ids: int64 `[rows, tokens]`: prompts, padded on the left, and the tokens generated so far.
+            input_ids: int64 `[rows, tokens]`: prompts, padded on the left, and the
+                tokens generated so far.
             scores: float `[rows, width]`, logits or log-probabilities. Not written to.
 
         Raises:
-            GuidedError: a row has no valid mask, and `failed_rows` is "raise"; or the shapes don't fit.
+            GuidedError: a row has no valid mask, and `failed_rows` is "raise"; or the
+                shapes don't fit.
         """
         if self._closed:
             raise RuntimeError("this processor is closed")
@@ -143,7 +162,9 @@ class GuidedLogitsProcessor:
             message = f"the model has {scores.shape[1]} logits and the vocabulary {self._width}"
             message += f": make the vocabulary with padded_vocab_size={scores.shape[1]}"
             raise InvalidRequest(message, param="vocabulary")
-        ids: NDArray[np.int64] = input_ids.numpy(force=True).copy()  # `generate()` may write into its tensor
+        ids: NDArray[np.int64] = input_ids.numpy(
+            force=True
+        ).copy()  # `generate()` may write into its tensor
         if not self._continue(ids):
             self._begin(ids)
         self._ids = ids
@@ -177,13 +198,16 @@ class GuidedLogitsProcessor:
         return sequence
 
     def _continue(self, ids: NDArray[np.int64]) -> bool:
-        """Update the sequences. Returns False if the rows don't continue those of the last call."""
+        """Update the sequences. Returns False if the rows don't continue those of the
+        last call."""
         before = self._ids
         known = ids.shape[1] - 1
         if len(ids) != len(before) or not self._length <= known <= before.shape[1]:
             return False
         stayed = ids[:, :known] == before[:, :known]
-        if not stayed.all() and not self._move(ids[:, :known], stayed.all(axis=1).tolist()):
+        if not stayed.all() and not self._move(
+            ids[:, :known], stayed.all(axis=1).tolist()
+        ):
             return False
         tokens = ids[:, -1].tolist()
         length = known - self._length
@@ -192,7 +216,11 @@ class GuidedLogitsProcessor:
             if len(output) > length:  # draft tokens of an assistant were rejected
                 del output[length:]
                 self._pool.rollback(sequence.sequence_id, length)
-                if sequence.ended and not sequence.failed and self._text.issuperset(output):
+                if (
+                    sequence.ended
+                    and not sequence.failed
+                    and self._text.issuperset(output)
+                ):
                     sequence.ended = False
             output.append(tokens[row])
             if tokens[row] not in self._text:
@@ -200,12 +228,17 @@ class GuidedLogitsProcessor:
         return True
 
     def _move(self, ids: NDArray[np.int64], stayed: list[bool]) -> bool:
-        """Follow beams: a sequence continues in one row and is copied to others, or is dropped.
+        """Follow beams: a sequence continues in one row and is copied to others, or is
+        dropped.
 
-        Returns False if a constrained row has not the tokens of one of the last call's rows.
+        Returns False if a constrained row has not the tokens of one of the last call's
+        rows.
         """
         before = self._rows
-        rows = {(sequence.request_id, self._ids[row].tobytes()): row for row, sequence in before.items()}
+        rows = {
+            (sequence.request_id, self._ids[row].tobytes()): row
+            for row, sequence in before.items()
+        }
         parents: dict[int, int | None] = {}
         for row, sequence in before.items():
             if stayed[row]:
@@ -227,13 +260,22 @@ class GuidedLogitsProcessor:
         return True
 
     def _mask(self, masked: torch.Tensor) -> None:
-        """Wait for the masks of all rows and write -inf over what they forbid. Rows without a valid mask end."""
-        missing = [(row, sequence) for row, sequence in self._rows.items() if not sequence.ended]
+        """Wait for the masks of all rows and write -inf over what they forbid. Rows
+        without a valid mask end."""
+        missing = [
+            (row, sequence)
+            for row, sequence in self._rows.items()
+            if not sequence.ended
+        ]
         while missing:
             self._pool.submit(tuple(sequence for _, sequence in missing))
             step = self._pool.collect()
             masks = [part.masks[slot] for part in step.ready for slot in part.slots]
-            apply_bitmask(masked, masks, [missing[place][0] for part in step.ready for place in part.rows])
+            apply_bitmask(
+                masked,
+                masks,
+                [missing[place][0] for part in step.ready for place in part.rows],
+            )
             for place, error in step.failed.items():
                 self._fail(*missing[place], error)
             missing = [missing[place] for place in step.late]
@@ -251,12 +293,14 @@ class GuidedLogitsProcessor:
         self._free([sequence])
 
     def _mask_ended(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
-        """Allow only stop tokens in ended rows, which `generate()` passes on while other rows continue."""
+        """Allow only stop tokens in ended rows, which `generate()` passes on while
+        other rows continue."""
         ended = [row for row, sequence in self._rows.items() if sequence.ended]
         if ended:
             only_stop = torch.full_like(masked[ended], -torch.inf)
             only_stop[:, self._stop] = scores[ended][:, self._stop].clamp(min=_FLOOR)
-            # Score of the stop token of a failed row: its only token, and as a beam behind all others.
+            # Score of the stop token of a failed row: its only token, and as a beam
+            # behind all others.
             lowest = max(-1e30, torch.finfo(masked.dtype).min)
             for place, row in enumerate(ended):
                 if self._rows[row].failed:

@@ -1,1 +1,2 @@
-"""Masks: a worker computes them, sequence by sequence; compilation and the first mask."""
+"""Masks: a worker computes them, sequence by sequence; compilation and the first
+mask."""

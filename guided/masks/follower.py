@@ -1,4 +1,5 @@
-"""Follows a JSON value while it is written, token by token, and finds what no continuation mends."""
+"""Follows a JSON value while it is written, token by token, and finds what no
+continuation mends."""
 
 from __future__ import annotations
 
@@ -17,9 +18,20 @@ _LEXEME = re.compile(rb'(?P<scalar>[-+.\w]+)|["{}\[\],:]|[^-+.\w"{}\[\],:]+')
 """Matches a number or literal, a quotation mark, bracket, comma or colon, or blanks."""
 _CHARACTERS = re.compile(r'"(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*')
 """Matches the beginning of a string without an incomplete character."""
-_VALUES = {b"{": b"{}", b"[": b"[]", b'"': b'""', b"tf": b"false", b"n": b"null", b"-+.0123456789": b"0"}
+_VALUES = {
+    b"{": b"{}",
+    b"[": b"[]",
+    b'"': b'""',
+    b"tf": b"false",
+    b"n": b"null",
+    b"-+.0123456789": b"0",
+}
 """A value of each type, by the characters with which its values begin."""
-_FIRST = {first: ([bytes([byte]) for byte in firsts], value) for firsts, value in _VALUES.items() for first in firsts}
+_FIRST = {
+    first: ([bytes([byte]) for byte in firsts], value)
+    for firsts, value in _VALUES.items()
+    for first in firsts
+}
 BLANKS = [b" ", b"\n", b"\r", b"\t"]
 _AFTER_NUMBER = [*BLANKS, b",", b"]", b"}"]
 _NO_COMMA = [*BLANKS, *(bytes([byte]) for byte in b"0123456789.eE")]
@@ -41,14 +53,16 @@ class _OpenValue:
     is_deep: bool
     """A keyword that is checked may be violated anywhere in it."""
     held_from: int | None
-    """The token in which the innermost value with a checked keyword began: this one, or one around it."""
+    """The token in which the innermost value with a checked keyword began: this one, or
+    one around it."""
     start: int
     """Its first byte."""
     newest: int
     """The token in which its newest member began, or else it."""
     is_object: bool = False
     key: bytes | int | None = None
-    """The key, in JSON, or the index of its newest member. None in an object: a key comes next."""
+    """The key, in JSON, or the index of its newest member. None in an object: a key
+    comes next."""
 
 
 class Violation(NamedTuple):
@@ -56,7 +70,8 @@ class Violation(NamedTuple):
 
     error: ConstraintNotMet
     token: int
-    """The number of the token in which the invalid value, or its newest member, began."""
+    """The number of the token in which the invalid value, or its newest member,
+    began."""
     beginnings: list[bytes]
     """Tokens that begin with one of these must not follow either."""
 
@@ -71,7 +86,8 @@ class Follower:
     def __init__(self, beginnings: Beginnings) -> None:
         self._beginnings = beginnings
         self._open = [_OpenValue(beginnings.around, False, None, 0, 0, key=-1)]
-        """Objects and arrays, the innermost last. The first one has the content as its only item."""
+        """Objects and arrays, the innermost last. The first one has the content as its
+        only item."""
         self._scalar: _OpenValue | None = None
         """The string, number or literal that is open, if it is validated."""
         self._is_number = False
@@ -84,7 +100,8 @@ class Follower:
         self.is_over = False
         """Whether the content has ended."""
         self.validates = False
-        """Whether `read` looks for violations. If not, it follows an output that has been accepted."""
+        """Whether `read` looks for violations. If not, it follows an output that has
+        been accepted."""
 
     @property
     def held_from(self) -> int | None:
@@ -94,7 +111,11 @@ class Follower:
     @property
     def has_pattern(self) -> bool:
         """Whether a string with a pattern is open that is validated."""
-        return self._scalar is not None and self._state > 0 and bool(self._scalar.part.patterns)
+        return (
+            self._scalar is not None
+            and self._state > 0
+            and bool(self._scalar.part.patterns)
+        )
 
     def read(self, text: bytes, token: int) -> Violation | None:
         """Read the text of a token. After a violation, the state is undefined."""
@@ -121,7 +142,8 @@ class Follower:
         return None
 
     def characters(self) -> list[bytes]:
-        """Return the characters in ASCII that may follow in a string with a pattern that is checked, with its end."""
+        """Return the characters in ASCII that may follow in a string with a pattern
+        that is checked, with its end."""
         text = self._string()
         characters: list[bytes] = []
         for code in _TRIED:
@@ -133,21 +155,26 @@ class Follower:
         return characters
 
     def _string(self) -> bytes:
-        """Return the text with an end of the open string, without an incomplete character."""
+        """Return the text with an end of the open string, without an incomplete
+        character."""
         assert self._scalar is not None
         start = self._scalar.start
         string = _CHARACTERS.findall(self._text[start:].decode("utf-8", "ignore"))[0]
         return self._text[:start] + str(string).encode() + b'"'
 
     def _mismatch(self, text: bytes, written: bytes) -> Violation | None:
-        """Return why no string that begins as the last one in `text` matches its patterns."""
+        """Return why no string that begins as the last one in `text` matches its
+        patterns."""
         assert self._scalar is not None
         if self._scalar.part.may_match(json.loads(text[self._scalar.start :])):
             return None
         return self._violation("string", text, written, [b""])
 
-    def _begin(self, token: int, first: int, before: bytes, start: int) -> Violation | None:
-        """Open a key, or a value with this first character, after the text `before` in its token."""
+    def _begin(
+        self, token: int, first: int, before: bytes, start: int
+    ) -> Violation | None:
+        """Open a key, or a value with this first character, after the text `before` in
+        its token."""
         around = self._open[-1]
         around.newest = token
         key = around.key
@@ -159,13 +186,22 @@ class Follower:
             part = self._beginnings.below(around.part, 0)
         else:
             part = self._beginnings.below(around.part, _name(key))
-        value = _OpenValue(part, around.is_deep or part.is_deep, around.held_from, start, token, first == ord("{"))
+        value = _OpenValue(
+            part,
+            around.is_deep or part.is_deep,
+            around.held_from,
+            start,
+            token,
+            first == ord("{"),
+        )
         if part.is_checked:
             value.held_from = token
         violation = None
         if value.is_deep:
             firsts, example = _FIRST[first]
-            violation = self._violation("first", self._text[:start] + example, before, firsts)
+            violation = self._violation(
+                "first", self._text[:start] + example, before, firsts
+            )
         if first == ord("["):
             value.key = -1
         if first in b"{[":
@@ -182,7 +218,9 @@ class Follower:
         if around.key is None:
             around.key = self._text[self._key_start : end]
             if around.is_deep or around.part.is_checked:
-                return self._violation("key", self._text[:end] + b":null", written, endings)
+                return self._violation(
+                    "key", self._text[:end] + b":null", written, endings
+                )
             return None
         self._is_number = False
         self.is_over = len(self._open) == 1
@@ -208,11 +246,15 @@ class Follower:
             return violation._replace(token=value.newest)
         return violation
 
-    def _violation(self, place: Place, text: bytes, written: bytes, endings: list[bytes]) -> Violation | None:
-        """Return what is finally wrong with `text`, with the open objects and arrays closed after it.
+    def _violation(
+        self, place: Place, text: bytes, written: bytes, endings: list[bytes]
+    ) -> Violation | None:
+        """Return what is finally wrong with `text`, with the open objects and arrays
+        closed after it.
 
         Args:
-            written, endings: no token that begins with `written` and one of `endings` may follow then.
+            written, endings: no token that begins with `written` and one of `endings`
+                may follow then.
         """
         if not self.validates:
             return None
@@ -229,7 +271,10 @@ class Follower:
                     key = _name(key)
                 path.append(key)
             document = json.loads(text + closing)
-        except (ValueError, RecursionError):  # too deep, or no JSON, such as `7.e-9`: the final check refuses it
+        except (
+            ValueError,
+            RecursionError,
+        ):  # too deep, or no JSON, such as `7.e-9`: the final check refuses it
             return None
         if place != "value":
             error = self._beginnings.error(document, path, place)
@@ -239,12 +284,15 @@ class Follower:
             error = self._beginnings.error(document, None, place)
         if error is None:
             return None
-        return Violation(error, self._open[-1].newest, [written + ending for ending in endings])
+        return Violation(
+            error, self._open[-1].newest, [written + ending for ending in endings]
+        )
 
 
 @lru_cache(maxsize=16384)
 def _marks(text: bytes, state: int) -> tuple[list[tuple[int, int, int]], int]:
-    """Return the marks in the text of a token, with the places where each begins and ends, and the state after it.
+    """Return the marks in the text of a token, with the places where each begins and
+    ends, and the state after it.
 
     Args:
         state: 0 outside of strings, 1 in a string, 2 after a backslash in a string.

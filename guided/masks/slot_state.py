@@ -52,5 +52,6 @@ class SlotState:
         """Restrict the mask after `output`, once all else has: nothing here."""
 
     def retries(self) -> Iterator[None]:
-        """Go back to places from which the sequence may go on after its error; yields at each."""
+        """Go back to places from which the sequence may go on after its error; yields
+        at each."""
         yield from ()

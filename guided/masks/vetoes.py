@@ -1,9 +1,11 @@
-"""Vetoes: a sampled token that violates a keyword that is only checked is taken back, and forbidden at its place.
+"""Vetoes: a sampled token that violates a keyword that is only checked is taken back,
+and forbidden at its place.
 
-The token that was sampled is checked, not each one that could be. After a veto, the mask of the place before lacks the
-token. After several of one value, and where no token is left, the output goes back: to the beginning of the value or of
-its newest member, or the last place before at which another text is possible. No token is taken back that may have been
-sent.
+The token that was sampled is checked, not each one that could be. After a veto, the
+mask of the place before lacks the token. After several of one value, and where no token
+is left, the output goes back: to the beginning of the value or of its newest member, or
+the last place before at which another text is possible. No token is taken back that may
+have been sent.
 """
 
 from __future__ import annotations
@@ -23,20 +25,24 @@ if TYPE_CHECKING:
     from guided.backends.checked import CheckedMatcher
 
 MAX_VETOES = 64
-"""Vetoes of one output. With half or twice as many, hardly another answer ends valid."""
+"""Vetoes of one output. With half or twice as many, hardly another answer ends
+valid."""
 _PATIENCE = 4
-"""After so many vetoes of one value, the output goes back to where the value may be written in another way."""
+"""After so many vetoes of one value, the output goes back to where the value may be
+written in another way."""
 MAX_HELD = 64
 """Maximum number of tokens that are held back because they may be taken back."""
 
 
 class VetoedSlot(SlotState):
-    """A sequence of which tokens may be taken back. It is one of the rules of its own masks."""
+    """A sequence of which tokens may be taken back. It is one of the rules of its own
+    masks."""
 
     matcher: CheckedMatcher
 
     def begin(self, vocabulary: Vocabulary, final: int) -> None:
-        """Start with the first `final` tokens, which are never taken back: they may have been sent."""
+        """Start with the first `final` tokens, which are never taken back: they may
+        have been sent."""
         self._vocabulary = vocabulary
         self._final = final
         self._follower: Follower | None = None
@@ -44,13 +50,15 @@ class VetoedSlot(SlotState):
         self._forbidden: dict[int, Bitmask] = {}
         """Number of output tokens -> mask of the tokens that must not follow."""
         self._counts: Counter[int] = Counter()
-        """Vetoes of values, by the token in which they, or their newest members, began. -1: times that it went back."""
+        """Vetoes of values, by the token in which they, or their newest members, began.
+        -1: times that it went back."""
         self._last: Violation | None = None
         """The newest veto."""
         self._look_for_content()
 
     def restrict(self, output: TokenIds, row: Bitmask, accepting: bool) -> None:
-        """Clear the bits of forbidden tokens: before the budget looks for others, and after it."""
+        """Clear the bits of forbidden tokens: before the budget looks for others, and
+        after it."""
         forbidden = self._forbidden.get(len(output))
         if forbidden is not None:
             row &= ~forbidden
@@ -68,23 +76,34 @@ class VetoedSlot(SlotState):
         return VetoReport(length, self._final, keyword)
 
     def accept(self, tokens: TokenIds) -> None:
-        """Accept new tokens up to the first one that violates the schema, and forbid that one.
+        """Accept new tokens up to the first one that violates the schema, and forbid
+        that one.
 
-        Raises `ConstraintNotMet` where the output has to go back further, or there were too many vetoes.
+        Raises `ConstraintNotMet` where the output has to go back further, or there were
+        too many vetoes.
         """
         for token in tokens:
             if self._follower is not None:
-                violation = self._follower.read(self._vocabulary.token_bytes[token], len(self.tokens))
+                violation = self._follower.read(
+                    self._vocabulary.token_bytes[token], len(self.tokens)
+                )
                 if violation is not None:
                     self._veto(token, violation)
                     break
             super().accept([token])
             if self._follower is None or self._follower.is_over:
                 self._look_for_content()
-        if self._last is not None and self._follower is not None and self._follower.has_pattern:
+        if (
+            self._last is not None
+            and self._follower is not None
+            and self._follower.has_pattern
+        ):
             characters = self._follower.characters()
             if characters:  # the string goes on by single ones
-                self._forbid(self._vocabulary.text_mask & ~self._vocabulary.spelled_like(characters))
+                self._forbid(
+                    self._vocabulary.text_mask
+                    & ~self._vocabulary.spelled_like(characters)
+                )
 
     def _veto(self, token: int, violation: Violation) -> None:
         self._last = violation
@@ -93,7 +112,9 @@ class VetoedSlot(SlotState):
         self._forbid(self._vocabulary.mask([token]))
         self._forbid(self._vocabulary.beginning_with(violation.beginnings))
         self._counts[start] += 1
-        goes_back = self._counts[start] % _PATIENCE == 0 and self._final <= start < len(self.tokens)
+        goes_back = self._counts[start] % _PATIENCE == 0 and self._final <= start < len(
+            self.tokens
+        )
         if goes_back or self._counts.total() > MAX_VETOES:
             raise violation.error
 
@@ -124,18 +145,29 @@ class VetoedSlot(SlotState):
         self._forbidden[length] = tokens | self._forbidden.get(length, 0)
 
     def retries(self) -> Iterator[None]:
-        """Go back to where the output may go on in another way, and forbid the tokens that go on as it did."""
+        """Go back to where the output may go on in another way, and forbid the tokens
+        that go on as it did."""
         self._counts[-1] += 1
-        if self._counts.total() > MAX_VETOES or not isinstance(self.error, ConstraintNotMet | DeadEnd):
+        if self._counts.total() > MAX_VETOES or not isinstance(
+            self.error, ConstraintNotMet | DeadEnd
+        ):
             return
         tokens = list(self.tokens)
         start = len(tokens) - 1
         if self._last is not None:
             self.error = self._last.error
             if self._final <= self._last.token < start:
-                start = self._last.token + 2 - max(1, self._counts[self._last.token] // _PATIENCE)
+                start = (
+                    self._last.token
+                    + 2
+                    - max(1, self._counts[self._last.token] // _PATIENCE)
+                )
         for length in range(start, self._final - 1, -1):
             self.roll_back(length)
             text = self._vocabulary.spelled(tokens[length:])
-            self._forbid(self._vocabulary.beginning_with([text.lstrip()[:1] or text[:1], *BLANKS]))
+            self._forbid(
+                self._vocabulary.beginning_with(
+                    [text.lstrip()[:1] or text[:1], *BLANKS]
+                )
+            )
             yield

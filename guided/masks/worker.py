@@ -1,4 +1,5 @@
-"""MaskWorker: owns matchers, accepts tokens, fills bitmask rows. A plain object: no thread, no Ray, no socket.
+"""MaskWorker: owns matchers, accepts tokens, fills bitmask rows. A plain object: no
+thread, no Ray, no socket.
 
 The same class runs in the calling process (`InlinePool`) and in a mask actor.
 """
@@ -31,8 +32,9 @@ _LOOK_AHEAD_SECONDS = 0.002
 class MaskWorker:
     """Open matchers for one vocabulary.
 
-    Every row is ANDed with the vocabulary's text tokens (and the special tokens that a structural tag names), and its
-    stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
+    Every row is ANDed with the vocabulary's text tokens (and the special tokens that a
+    structural tag names), and its stop tokens are set exactly where the matcher
+    accepts. No backend is trusted with either.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -43,11 +45,13 @@ class MaskWorker:
         self._stops = [(int(word), stop[word]) for word in np.flatnonzero(stop)]
         """(word of a mask, bits of stop tokens in it)."""
         self._nothing = bytes(stop.nbytes)
-        """A mask that allows no token. Comparing bytes takes a quarter of the time of `row.any()`."""
+        """A mask that allows no token. Comparing bytes takes a quarter of the time of
+        `row.any()`."""
         self._completions: Completions | None = None
         """Created for the first sequence with a budget."""
         self.steered: set[int] = set()
-        """Slots in which a mask was restricted, so that the output fits in its budget."""
+        """Slots in which a mask was restricted, so that the output fits in its
+        budget."""
         self.vetoed: dict[int, VetoedSlot] = {}
         """Slot -> sequence of which tokens may be taken back."""
 
@@ -64,13 +68,15 @@ class MaskWorker:
         budget: int | None = None,
         final: int | None = None,
     ) -> None:
-        """Open a matcher in a slot. An error is kept and returned by the slot's first `fill`.
+        """Open a matcher in a slot. An error is kept and returned by the slot's first
+        `fill`.
 
         Args:
             tokens: the sequence's whole output so far.
-            budget: the constraint is completed within so many output tokens, with the stop token.
-            final: tokens after the first `final` may be taken back, as the report of `vetoed` says after each `fill`.
-                None: all stay.
+            budget: the constraint is completed within so many output tokens, with the
+                stop token.
+            final: tokens after the first `final` may be taken back, as the report of
+                `vetoed` says after each `fill`. None: all stay.
         """
         self.free([slot])
         self.steered.discard(slot)
@@ -79,16 +85,24 @@ class MaskWorker:
             permitted = permitted | self._vocabulary.mask(grammar.special_token_ids)
         form = SlotState
         if final is not None and grammar.checked:
-            from guided.masks.vetoes import VetoedSlot  # needed only where something is checked
+            from guided.masks.vetoes import (
+                VetoedSlot,
+            )  # needed only where something is checked
 
             form = VetoedSlot
-        state = self._slots[slot] = form(permitted, grammar, rules=grammar.rules, edit=(0, tokens))
+        state = self._slots[slot] = form(
+            permitted, grammar, rules=grammar.rules, edit=(0, tokens)
+        )
         try:
             with _native:
                 state.matcher = grammar.matcher()
                 if budget is not None:
-                    self._completions = self._completions or Completions(self._vocabulary)
-                    state.budgeted = BudgetedSequence(self._completions.of(grammar), budget)
+                    self._completions = self._completions or Completions(
+                        self._vocabulary
+                    )
+                    state.budgeted = BudgetedSequence(
+                        self._completions.of(grammar), budget
+                    )
                 if final is not None and grammar.checked:
                     self.vetoed[slot] = vetoed = cast("VetoedSlot", state)
                     vetoed.begin(self._vocabulary, final)
@@ -96,7 +110,8 @@ class MaskWorker:
             state.error = error
 
     def edit(self, slot: int, start: int, tokens: TokenIds) -> None:
-        """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""
+        """Replace the output of a slot's sequence from position `start` on. Applied by
+        the next `fill`."""
         state = self._slots.get(slot)
         if state is not None:
             pending_start, pending = state.edit or (start, ())
@@ -156,11 +171,13 @@ class MaskWorker:
         state.matcher = None
 
     def look_ahead(self, slot: int, row: Bitmask, run: Bitmask) -> None:
-        """Write the forced tokens from a mask on: each is the only one that its mask allows, and would be sampled.
+        """Write the forced tokens from a mask on: each is the only one that its mask
+        allows, and would be sampled.
 
         Args:
             row: the mask that `fill` has written.
-            run: int32 `[at least 2]`: receives the tokens, first that of `row`; -1 after the last.
+            run: int32 `[at least 2]`: receives the tokens, first that of `row`; -1
+                after the last.
         """
         run[:] = -1
         token = _only_token(row)
@@ -171,14 +188,19 @@ class MaskWorker:
         matcher = state.matcher
         assert matcher is not None
         deadline = time.thread_time() + _LOOK_AHEAD_SECONDS
-        with contextlib.suppress(GuidedError), _native:  # ignored: `fill` reports the error if the output gets there
+        with (
+            contextlib.suppress(GuidedError),
+            _native,
+        ):  # ignored: `fill` reports the error if the output gets there
             ahead = matcher.fork()
             for place in range(len(run)):
                 run[place] = token
                 if token in self._stop_token_ids or time.thread_time() > deadline:
                     break
                 ahead.accept_tokens([token])
-                self._write(state, ahead, [*state.tokens, *run[: place + 1].tolist()], scratch)
+                self._write(
+                    state, ahead, [*state.tokens, *run[: place + 1].tolist()], scratch
+                )
                 token = _only_token(scratch)
                 if token is None:
                     break
@@ -193,7 +215,8 @@ class MaskWorker:
         self._write(state, matcher, state.tokens, row)
 
     def _rewind(self, state: SlotState, new_tokens: TokenIds) -> TokenIds:
-        """Roll the matcher back to where the edited output differs from the accepted one; return what to accept."""
+        """Roll the matcher back to where the edited output differs from the accepted
+        one; return what to accept."""
         assert state.edit is not None
         start, tokens = state.edit
         state.edit = None
@@ -205,9 +228,15 @@ class MaskWorker:
         return tokens[keep - start :]
 
     def _write(
-        self, state: SlotState, matcher: Matcher, output: TokenIds, row: Bitmask, anywhere: bool = False
+        self,
+        state: SlotState,
+        matcher: Matcher,
+        output: TokenIds,
+        row: Bitmask,
+        anywhere: bool = False,
     ) -> None:
-        """Write the mask after `output`. `anywhere`: with unusual line breaks, because nothing else is possible."""
+        """Write the mask after `output`. `anywhere`: with unusual line breaks, because
+        nothing else is possible."""
         lines = state.grammar.line_breaks
         if anywhere:
             lines = None
@@ -218,7 +247,9 @@ class MaskWorker:
             accepting = matcher.fill_bitmask(row)
             permitted = state.permitted
             if lines:
-                permitted = lines.permitted(output, row, state.grammar.special_token_ids)
+                permitted = lines.permitted(
+                    output, row, state.grammar.special_token_ids
+                )
             np.bitwise_and(row, permitted, out=row)
             for rule in state.rules:
                 rule.restrict(output, row, accepting)
@@ -231,7 +262,9 @@ class MaskWorker:
         elif row.tobytes() == self._nothing:
             if lines:
                 return self._write(state, matcher, output, row, anywhere=True)
-            raise matcher.violation() or DeadEnd("no token is allowed here, and the constraint is not satisfied")
+            raise matcher.violation() or DeadEnd(
+                "no token is allowed here, and the constraint is not satisfied"
+            )
 
 
 def _only_token(row: Bitmask) -> int | None:

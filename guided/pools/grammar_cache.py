@@ -1,7 +1,8 @@
-"""Cache of compiled constraints: equal ones share one compilation, and its memory stays within bounds.
+"""Cache of compiled constraints: equal ones share one compilation, and its memory stays
+within bounds.
 
-An `InvalidConstraint` is cached too. A timeout or an internal error never is. A grammar that leaves the cache stays
-with the requests that use it.
+An `InvalidConstraint` is cached too. A timeout or an internal error never is. A grammar
+that leaves the cache stays with the requests that use it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ _V = TypeVar("_V")
 
 
 def cache_key(constraint: Constraint, backends: Sequence[str]) -> str:
-    """Return a key that is equal for the same constraint and the same backends in the same order."""
+    """Return a key that is equal for the same constraint and the same backends in the
+    same order."""
     return ":".join((constraint.key, *backends))
 
 
 class LeastRecentlyUsed(Generic[_V]):
-    """Values with sizes in bytes, by key. While they have more than `max_bytes`, the least recently used one leaves.
+    """Values with sizes in bytes, by key. While they have more than `max_bytes`, the
+    least recently used one leaves.
 
     The newest one stays, whatever its size. Not thread-safe.
     """
@@ -66,7 +69,8 @@ class GrammarCache:
     """The futures of compiled grammars. For any thread.
 
     Args:
-        max_bytes: total size of the grammars and errors that are kept (see `LeastRecentlyUsed`).
+        max_bytes: total size of the grammars and errors that are kept (see
+            `LeastRecentlyUsed`).
     """
 
     def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
@@ -75,7 +79,8 @@ class GrammarCache:
         self.hits = 0
         """Number of constraints that were here, compiled."""
         self.shared = 0
-        """Number of constraints that wait, or waited, for the compilation of an equal one."""
+        """Number of constraints that wait, or waited, for the compilation of an equal
+        one."""
         self._lock = threading.RLock()  # to start one compilation may end another one
 
     @property
@@ -84,12 +89,16 @@ class GrammarCache:
         return len(self._pending)
 
     def get(
-        self, constraint: Constraint, backends: Sequence[str], start: Callable[[str], Future[Grammar]]
+        self,
+        constraint: Constraint,
+        backends: Sequence[str],
+        start: Callable[[str], Future[Grammar]],
     ) -> Future[Grammar]:
         """Return the future of a grammar.
 
         Args:
-            start: called with the key, if there is none: starts the compilation and returns its future.
+            start: called with the key, if there is none: starts the compilation and
+                returns its future.
         """
         key = cache_key(constraint, backends)
         with self._lock:
@@ -104,7 +113,8 @@ class GrammarCache:
         return future
 
     def _keep(self, key: str, future: Future[Grammar]) -> None:
-        """Move a future that is done, unless the same constraint may succeed next time."""
+        """Move a future that is done, unless the same constraint may succeed next
+        time."""
         error = future.exception()
         with self._lock:
             del self._pending[key]

@@ -1,6 +1,7 @@
 """InlinePool: one mask worker in the calling process, for tests and small embeddings.
 
-It has no isolation: a grammar library that hangs or crashes takes the caller with it. `actors.RayPool` isolates it.
+It has no isolation: a grammar library that hangs or crashes takes the caller with it.
+`actors.RayPool` isolates it.
 """
 
 from __future__ import annotations
@@ -22,22 +23,33 @@ from guided.errors import GuidedError
 from guided.masks.compilation import compile_constraint
 from guided.masks.worker import MaskWorker
 from guided.pools.grammar_cache import DEFAULT_CACHE_BYTES, GrammarCache
-from guided.pools.protocol import MAX_FORCED_TOKENS, Grammar, ReadyMasks, StepMasks, forced_runs
+from guided.pools.protocol import (
+    MAX_FORCED_TOKENS,
+    Grammar,
+    ReadyMasks,
+    StepMasks,
+    forced_runs,
+)
 from guided.pools.status import BackendStatus, PoolStatus, WorkerStatus
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 
 class InlinePool:
-    """A `MaskPool` without processes: `compile()` compiles, `collect()` fills the masks.
+    """A `MaskPool` without processes: `compile()` compiles, `collect()` fills the
+    masks.
 
     Args:
         max_cache_bytes: size of the cache of compiled grammars (see `GrammarCache`).
-        forced_tokens: look ahead where a mask allows only one token (`StepMasks.forced`).
+        forced_tokens: look ahead where a mask allows only one token
+            (`StepMasks.forced`).
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, max_cache_bytes: int = DEFAULT_CACHE_BYTES, forced_tokens: bool = False
+        self,
+        vocabulary: Vocabulary,
+        max_cache_bytes: int = DEFAULT_CACHE_BYTES,
+        forced_tokens: bool = False,
     ) -> None:
         self._forced_tokens = forced_tokens
         self.vocabulary = vocabulary
@@ -47,12 +59,20 @@ class InlinePool:
         self.sequences: dict[int, GuidedSequence] = {}
         """The open sequences, by id. It is also the worker's slot."""
         self._step: Sequence[GuidedSequence] = ()
-        self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
+        self._masks: NDArray[np.int32] = np.empty(
+            (0, words(vocabulary.padded_vocab_size)), np.int32
+        )
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        return self._cache.get(constraint, backends, partial(self._compile, constraint, backends))
+    def compile(
+        self, constraint: Constraint, backends: Sequence[str]
+    ) -> Future[Grammar]:
+        return self._cache.get(
+            constraint, backends, partial(self._compile, constraint, backends)
+        )
 
-    def _compile(self, constraint: Constraint, backends: Sequence[str], key: str) -> Future[Grammar]:
+    def _compile(
+        self, constraint: Constraint, backends: Sequence[str], key: str
+    ) -> Future[Grammar]:
         future: Future[Grammar] = Future()
         try:
             made = compile_constraint(self._backends, constraint, backends)
@@ -93,7 +113,9 @@ class InlinePool:
         if length < self._worker.length(sequence_id):
             self._worker.edit(sequence_id, length, ())
 
-    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
+    def submit(
+        self, sequences: Sequence[GuidedSequence], batch: int | None = None
+    ) -> None:
         self._step = sequences
 
     def collect(self, deadline: float | None = None) -> StepMasks:
@@ -117,7 +139,9 @@ class InlinePool:
                 if vetoed is not None:
                     step.note(row, sequence, vetoed.report())
                 if self._forced_tokens:
-                    self._worker.look_ahead(sequence.sequence_id, self._masks[row], runs[row])
+                    self._worker.look_ahead(
+                        sequence.sequence_id, self._masks[row], runs[row]
+                    )
             else:
                 step.failed[row] = error
         if sequences:
@@ -128,7 +152,9 @@ class InlinePool:
             step.seconds = time.perf_counter() - started
         return step
 
-    def _fill(self, sequence: GuidedSequence, mask: NDArray[np.int32]) -> GuidedError | None:
+    def _fill(
+        self, sequence: GuidedSequence, mask: NDArray[np.int32]
+    ) -> GuidedError | None:
         slot = sequence.sequence_id
         tokens = sequence.output_token_ids
         known = self._worker.length(slot)
@@ -142,8 +168,12 @@ class InlinePool:
         return list(sequence_ids)  # no row is ever late
 
     def status(self) -> PoolStatus:
-        worker = WorkerStatus(0, 0, "up", os.getpid(), platform.node(), self._worker.num_open, 0)
-        return PoolStatus("inline", [worker], backends=[BackendStatus(name) for name in BACKENDS])
+        worker = WorkerStatus(
+            0, 0, "up", os.getpid(), platform.node(), self._worker.num_open, 0
+        )
+        return PoolStatus(
+            "inline", [worker], backends=[BackendStatus(name) for name in BACKENDS]
+        )
 
     def shutdown(self) -> None:
         self._worker.free(self.sequences)

@@ -1,6 +1,7 @@
 """RayPoolOptions: every option of the Ray pool, with its default value.
 
-`actors.RayPool`, `LLM`, `guided serve` and the Ray Serve application all take their pool options from this class.
+`actors.RayPool`, `LLM`, `guided serve` and the Ray Serve application all take their
+pool options from this class.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class NodePlacement:
 
     @classmethod
     def parse(cls, text: str) -> NodePlacement:
-        """Read `local`, `spread`, `RESOURCE`, `RESOURCE:AMOUNT`, `LABEL=VALUE` or `group:ID`.
+        """Read `local`, `spread`, `RESOURCE`, `RESOURCE:AMOUNT`, `LABEL=VALUE` or
+        `group:ID`.
 
         Raises:
             ValueError: it is none of these.
@@ -67,30 +69,39 @@ class RayPoolOptions:
     """How many mask actors a pool has, where they run and what each of them may take.
 
     Args:
-        num_actors: number of mask actors. None: one for every four CPUs, at least 2, at most 8.
-        address: address of a Ray cluster to join. None: the cluster that this process is connected to, else a local
+        num_actors: number of mask actors. None: one for every four CPUs, at least 2, at
+            most 8.
+        address: address of a Ray cluster to join. None: the cluster that this process
+            is connected to, else a local cluster that the pool starts.
+        placement: nodes of the cluster that the actors run on. "local": the node of
+            this process. "spread": all nodes in turn. "NAME:AMOUNT": nodes with the Ray
+            resource NAME, of which each mask actor takes AMOUNT (1 if left out).
+            "NAME=VALUE": nodes with this label. "group:ID": the placement group with
+            this id, as the Ray Serve application makes it (`deploy.arguments.bundles`).
+        actor_cpus: CPUs that Ray reserves for each mask actor. None: 1; 0 in a local
             cluster that the pool starts.
-        placement: nodes of the cluster that the actors run on. "local": the node of this process. "spread": all nodes
-            in turn. "NAME:AMOUNT": nodes with the Ray resource NAME, of which each mask actor takes AMOUNT (1 if left
-            out). "NAME=VALUE": nodes with this label. "group:ID": the placement group with this id, as the Ray Serve
-            application makes it (`deploy.arguments.bundles`).
-        actor_cpus: CPUs that Ray reserves for each mask actor. None: 1; 0 in a local cluster that the pool starts.
-        slots: maximum number of sequences that are open on one actor at the same time. Unused slots take no memory.
-        mask_limit: seconds that one mask may take. The actor is killed after that, and the sequence fails with
-            `MaskTimeout`. The actor's other sequences are opened on another actor.
-        max_replays: what happens to the sequences of an actor that died. 0: every sequence with a matcher on it fails
-            with `WorkerDied`. n: the sequences are opened on another actor from their output tokens, and one that was
-            being filled at the death of n + 1 actors fails.
-        pool_wait: seconds that constraints and sequences wait while no actor is up, before they fail with
-            `PoolUnavailable`.
-        actor_memory_bytes: resident memory of one actor. An actor over the limit is killed, and the sequence that it
-            was filling fails. None: 2 GiB or half of the machine's memory, whichever is less.
-        preload: grammar libraries that an actor imports before it is up. Importing another one, when a constraint first
-            needs it, takes seconds.
-        forced_tokens: workers look ahead where a mask allows only one token (`StepMasks.forced`). For engines that call
-            `LogitPostProcessor.sampled`; the engine of this project sets it.
-        max_cache_bytes: size of the cache of compiled grammars in each process. The least recently used ones leave it.
-            Those that sequences use stay in memory until then.
+        slots: maximum number of sequences that are open on one actor at the same time.
+            Unused slots take no memory.
+        mask_limit: seconds that one mask may take. The actor is killed after that, and
+            the sequence fails with `MaskTimeout`. The actor's other sequences are
+            opened on another actor.
+        max_replays: what happens to the sequences of an actor that died. 0: every
+            sequence with a matcher on it fails with `WorkerDied`. n: the sequences are
+            opened on another actor from their output tokens, and one that was being
+            filled at the death of n + 1 actors fails.
+        pool_wait: seconds that constraints and sequences wait while no actor is up,
+            before they fail with `PoolUnavailable`.
+        actor_memory_bytes: resident memory of one actor. An actor over the limit is
+            killed, and the sequence that it was filling fails. None: 2 GiB or half of
+            the machine's memory, whichever is less.
+        preload: grammar libraries that an actor imports before it is up. Importing
+            another one, when a constraint first needs it, takes seconds.
+        forced_tokens: workers look ahead where a mask allows only one token
+            (`StepMasks.forced`). For engines that call `LogitPostProcessor.sampled`;
+            the engine of this project sets it.
+        max_cache_bytes: size of the cache of compiled grammars in each process. The
+            least recently used ones leave it. Those that sequences use stay in memory
+            until then.
         compile_limits: limits on the resources of one compilation.
 
     Raises:
@@ -113,7 +124,9 @@ class RayPoolOptions:
 
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("num_actors", "slots"), Range(1)),
-        **dict.fromkeys(("max_replays", "pool_wait", "max_cache_bytes", "actor_cpus"), Range(0)),
+        **dict.fromkeys(
+            ("max_replays", "pool_wait", "max_cache_bytes", "actor_cpus"), Range(0)
+        ),
         "mask_limit": Range(0.001),
         "actor_memory_bytes": Range(256 << 20),
     }

@@ -1,7 +1,8 @@
-"""MaskPool: the interface between the post-processor and the workers that compute masks.
+"""MaskPool: the interface between the post-processor and the workers that compute
+masks.
 
-A pool compiles constraints, keeps one matcher per open sequence, and returns the mask or the error of each row of a
-step. It knows nothing of requests, batches or logits.
+A pool compiles constraints, keeps one matcher per open sequence, and returns the mask
+or the error of each row of a step. It knows nothing of requests, batches or logits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from guided.sequence import GuidedSequence, VetoReport
 from guided.vocabulary import Vocabulary
 
 CLIENT: ContextVar[str] = ContextVar("CLIENT", default="")
-"""The client of the request that is being handled. Clients take turns where constraints wait to be compiled."""
+"""The client of the request that is being handled. Clients take turns where constraints
+wait to be compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class Grammar:
     """A compiled grammar, ready to be opened in this pool."""
 
     key: str
-    """A key that is equal for equal constraints that were compiled with the same choice of backends."""
+    """A key that is equal for equal constraints that were compiled with the same choice
+    of backends."""
     backend: str
     constraint: Constraint
     compile_seconds: float = 0.0
@@ -40,7 +43,8 @@ class Grammar:
     compiled_at: float = field(default_factory=time.monotonic, compare=False)
     """The `time.monotonic()` at the end of the compilation."""
     checked: tuple[str, ...] = ()
-    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
+    """JSON pointers of keywords that are checked when the output ends, not enforced by
+    the mask."""
     nbytes: int = field(default=0, compare=False)
     """The size in memory, as measured when the grammar was compiled."""
     dumped: Any = field(default=None, repr=False, compare=False)
@@ -50,7 +54,8 @@ class Grammar:
 
 
 class ReadyMasks(NamedTuple):
-    """Masks of one step that lie in one worker's table. Valid until the next `submit`; read-only."""
+    """Masks of one step that lie in one worker's table. Valid until the next `submit`;
+    read-only."""
 
     masks: NDArray[np.int32]
     """The worker's mask column, `[slots, words]`."""
@@ -68,18 +73,20 @@ class StepMasks:
 
     ready: list[ReadyMasks] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
-    """Rows that are not decided yet: their masks are being computed, or their sequences wait for a worker."""
+    """Rows that are not decided yet: their masks are being computed, or their sequences
+    wait for a worker."""
     failed: dict[int, GuidedError] = field(default_factory=dict)
     """The errors of rows of which the sequence is over, by row."""
     seconds: float = 0.0
     """Seconds that the workers have spent on masks since the last step, summed."""
     forced: dict[int, list[int]] = field(default_factory=dict)
-    """Runs of forced tokens, by row: the only allowed token, and the tokens after it that have no alternative either. A
-    run has at least two tokens. Empty unless the pool looks ahead (`forced_tokens`)."""
+    """Runs of forced tokens, by row: the only allowed token, and the tokens after it
+    that have no alternative either. A run has at least two tokens. Empty unless the
+    pool looks ahead (`forced_tokens`)."""
     vetoes: dict[int, VetoReport] = field(default_factory=dict)
-    """Rows that lose tokens, of sequences with `final`. The mask is the one after fewer tokens. Declare the
-    shorter output with `rollback`, and submit the sequence again: the mask will forbid the token that was taken
-    back."""
+    """Rows that lose tokens, of sequences with `final`. The mask is the one after fewer
+    tokens. Declare the shorter output with `rollback`, and submit the sequence again:
+    the mask will forbid the token that was taken back."""
 
     def note(self, row: int, sequence: GuidedSequence, report: VetoReport) -> None:
         """Record a worker's report about a row with a mask."""
@@ -92,7 +99,9 @@ MAX_FORCED_TOKENS = 8
 """Maximum number of forced tokens that are reported at once."""
 
 
-def forced_runs(runs: NDArray[np.int32], rows: NDArray[np.intp]) -> dict[int, list[int]]:
+def forced_runs(
+    runs: NDArray[np.int32], rows: NDArray[np.intp]
+) -> dict[int, list[int]]:
     """Return the runs of at least two tokens by row.
 
     Args:
@@ -113,7 +122,8 @@ class OpenSequence(Protocol):
 
 
 class MaskPool(Protocol):
-    """Workers that compute masks. All methods but `status` are called from one thread, the engine's."""
+    """Workers that compute masks. All methods but `status` are called from one thread,
+    the engine's."""
 
     @property
     def vocabulary(self) -> Vocabulary: ...
@@ -122,48 +132,60 @@ class MaskPool(Protocol):
     def sequences(self) -> Mapping[int, OpenSequence]:
         """The open sequences, by id."""
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        """Compile with the first of `backends` that can enforce all of `constraint`. Equal ones share one compilation.
+    def compile(
+        self, constraint: Constraint, backends: Sequence[str]
+    ) -> Future[Grammar]:
+        """Compile with the first of `backends` that can enforce all of `constraint`.
+        Equal ones share one compilation.
 
-        The future may end with `InvalidConstraint`, `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or
-        `BackendError`.
+        The future may end with `InvalidConstraint`, `CompileTimeout`,
+        `CompileQueueFull`, `PoolUnavailable` or `BackendError`.
         """
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
-        """Add a sequence. Its matcher is opened on a worker when the sequence is first submitted.
+        """Add a sequence. Its matcher is opened on a worker when the sequence is first
+        submitted.
 
-        The matcher stays on that worker, and starts from `sequence.output_token_ids`, which may have tokens already. If
-        the worker ends, the pool opens the sequence on another one, or fails it.
+        The matcher stays on that worker, and starts from `sequence.output_token_ids`,
+        which may have tokens already. If the worker ends, the pool opens the sequence
+        on another one, or fails it.
         """
 
     def free(self, sequence_ids: Collection[int]) -> None:
         """Close matchers. Unknown ids are ignored."""
 
     def rollback(self, sequence_id: int, length: int) -> None:
-        """Declare that submitted tokens after the first `length` output tokens have changed (a rejected draft).
+        """Declare that submitted tokens after the first `length` output tokens have
+        changed (a rejected draft).
 
         Not needed for an output that is only shorter. Unknown ids are ignored.
         """
 
-    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
-        """Send one step's new tokens to the workers; return in microseconds. `collect` follows.
+    def submit(
+        self, sequences: Sequence[GuidedSequence], batch: int | None = None
+    ) -> None:
+        """Send one step's new tokens to the workers; return in microseconds. `collect`
+        follows.
 
         Args:
             sequences: open sequences, each at most once.
-            batch: the number of the batch. The same number again, which is the fastest, means that they are the same
-                sequences. None: they may be others. Callers that share a pool use different numbers.
+            batch: the number of the batch. The same number again, which is the fastest,
+                means that they are the same sequences. None: they may be others.
+                Callers that share a pool use different numbers.
         """
 
     def collect(self, deadline: float | None = None) -> StepMasks:
         """Wait for the step's masks. While some are late, it may be called again.
 
         Args:
-            deadline: seconds to wait at most. Rows that are not decided by then are late. None: a row is late only if
-                no worker can take its sequence, or took it too recently for the time limit of its mask to be over.
+            deadline: seconds to wait at most. Rows that are not decided by then are
+                late. None: a row is late only if no worker can take its sequence, or
+                took it too recently for the time limit of its mask to be over.
         """
 
     def decided(self, sequence_ids: Collection[int]) -> list[int]:
-        """Return those of these late sequences that are decided: their mask is ready, or they failed. Does not wait.
+        """Return those of these late sequences that are decided: their mask is ready,
+        or they failed. Does not wait.
 
         Called between `collect` and `submit`. A sequence that is not open is decided.
         """

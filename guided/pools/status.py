@@ -1,4 +1,5 @@
-"""PoolStatus: the state of a pool, its workers and its compilers, for `/health` and the metrics."""
+"""PoolStatus: the state of a pool, its workers and its compilers, for `/health` and the
+metrics."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from typing import Literal
 
 WorkerState = Literal["starting", "up", "restarting", "down"]
 """The state of a worker. `down`: it did not start at the last attempt."""
-EndCause = Literal["died", "memory", "import", "load", "fill", "frozen", "transfer", "not_started"]
-"""Why an incarnation of a worker ended: by itself; killed because of its memory, because it took too long to import a
-library, to load a grammar or to fill a mask, because it did not run any more, or because it did not take what it was
-sent; or it never came up."""
+EndCause = Literal[
+    "died", "memory", "import", "load", "fill", "frozen", "transfer", "not_started"
+]
+"""Why an incarnation of a worker ended: by itself; killed because of its memory,
+because it took too long to import a library, to load a grammar or to fill a mask,
+because it did not run any more, or because it did not take what it was sent; or it
+never came up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,8 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """The status of one grammar library as a compiler, for `/health` and the metrics. Counts are since the start."""
+    """The status of one grammar library as a compiler, for `/health` and the metrics.
+    Counts are since the start."""
 
     name: str
     crashes: int = 0
@@ -64,10 +69,12 @@ class PoolStatus:
     fork_server_ends: int = 0
     """Number of fork servers of the compile processes that were lost and replaced."""
     replays: int = 0
-    """Number of sequences that were opened on another worker after the end of theirs, since the start."""
+    """Number of sequences that were opened on another worker after the end of theirs,
+    since the start."""
 
     quarantined: list[str] = field(default_factory=list)
-    """Hashes of the constraints that are refused, because they have ended several workers."""
+    """Hashes of the constraints that are refused, because they have ended several
+    workers."""
     quarantines: int = 0
     """Number of constraints that were put into quarantine, since the start."""
 
@@ -83,7 +90,8 @@ class PoolStatus:
 
     @property
     def healthy(self) -> bool:
-        """Whether at least one worker is up, or none has been started: the first constraint starts them."""
+        """Whether at least one worker is up, or none has been started: the first
+        constraint starts them."""
         if not self.workers:
             return self.trouble is None
         return any(worker.state == "up" for worker in self.workers)

@@ -17,15 +17,18 @@ if TYPE_CHECKING:
     import torch
 
 MaskLines: TypeAlias = tuple[NDArray[np.int32], NDArray[np.intp]]
-"""Masks of one table: the table, int32 `[slots, words]`, and their lines, each contiguous."""
+"""Masks of one table: the table, int32 `[slots, words]`, and their lines, each
+contiguous."""
 
 
 class CudaKernel:
-    """Keeps the buffers of launches. The host goes on at once. Use it from one thread."""
+    """Keeps the buffers of launches. The host goes on at once. Use it from one
+    thread."""
 
     def __init__(self) -> None:
         self._copies: torch.Tensor | None = None
-        """Copies of masks that do not lie in pinned memory, int32 `[rows, words]`, pinned."""
+        """Copies of masks that do not lie in pinned memory, int32 `[rows, words]`,
+        pinned."""
         self._launched: Any = None
         """The event after the last launch."""
 
@@ -35,8 +38,14 @@ class CudaKernel:
             self._launched.synchronize()
             self._launched = None
 
-    def launch(self, logits: torch.Tensor, masks: Sequence[MaskLines], rows: Sequence[int] | NDArray[np.intp]) -> None:
-        """Launch the kernel. Masks that the device does not read where they lie are copied first."""
+    def launch(
+        self,
+        logits: torch.Tensor,
+        masks: Sequence[MaskLines],
+        rows: Sequence[int] | NDArray[np.intp],
+    ) -> None:
+        """Launch the kernel. Masks that the device does not read where they lie are
+        copied first."""
         import torch
 
         from guided.processors.mask_kernel import launch
@@ -44,7 +53,9 @@ class CudaKernel:
         self.wait()
         words = masks[0][0].shape[1]
         if self._copies is None or len(self._copies) < len(rows):
-            self._copies = torch.empty(max(64, 2 * len(rows)), words, dtype=torch.int32, pin_memory=True)
+            self._copies = torch.empty(
+                max(64, 2 * len(rows)), words, dtype=torch.int32, pin_memory=True
+            )
         copies = self._copies.numpy()
         addresses = copies.ctypes.data + np.arange(len(rows)) * copies.strides[0]
         end = 0
@@ -63,7 +74,8 @@ class CudaKernel:
 
 
 def end_of_work(logits: torch.Tensor) -> Any:
-    """Return a `torch.cuda.Event` after all work on `logits` so far. None: they are not on CUDA."""
+    """Return a `torch.cuda.Event` after all work on `logits` so far. None: they are not
+    on CUDA."""
     if not logits.is_cuda:
         return None
     import torch

@@ -1,4 +1,5 @@
-"""GuidedProcessor: the standard post-processor. It masks constrained rows with the bitmasks of a pool."""
+"""GuidedProcessor: the standard post-processor. It masks constrained rows with the
+bitmasks of a pool."""
 
 from __future__ import annotations
 
@@ -14,8 +15,17 @@ from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.pools.protocol import Grammar, MaskPool, StepMasks
 from guided.processors.kernel import BitmaskKernel
-from guided.processors.late_masks import FIRST_MASK_SECONDS, collect_during, wait_for_first, wait_for_share
-from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor, SampledEdit
+from guided.processors.late_masks import (
+    FIRST_MASK_SECONDS,
+    collect_during,
+    wait_for_first,
+    wait_for_share,
+)
+from guided.processors.logit_post_processor import (
+    ApplyReport,
+    LogitPostProcessor,
+    SampledEdit,
+)
 from guided.sequence import GuidedSequence, SequenceOutput
 
 if TYPE_CHECKING:
@@ -26,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class GuidedProcessor(LogitPostProcessor):
-    """The standard `LogitPostProcessor`. It computes masks with `pool`, which the caller shuts down."""
+    """The standard `LogitPostProcessor`. It computes masks with `pool`, which the
+    caller shuts down."""
 
     all_rows = False
 
@@ -42,14 +53,20 @@ class GuidedProcessor(LogitPostProcessor):
         self._is_timed = False
         """Whether a sequence of the batch has `mask_seconds`."""
         self._prepared: Sequence[GuidedSequence] | None = None
-        """The sequences of the prepared step, until `apply` or `collect` finishes it."""
+        """The sequences of the prepared step, until `apply` or `collect` finishes
+        it."""
         self._logits_rows: NDArray[np.intp] = np.empty(0, np.intp)
         """The logits row of each sequence of the batch."""
         self._forced: list[tuple[GuidedSequence, int, list[int]]] = []
-        """The forced tokens of this step: `(sequence, length of its output, StepMasks.forced)`."""
-        self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
+        """The forced tokens of this step: `(sequence, length of its output,
+        StepMasks.forced)`."""
+        self._stop_mask = pack(
+            pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size
+        )
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto"
+    ) -> Future[Grammar]:
         if request_id in self._grammars:
             raise ValueError(f"request {request_id!r} is already initialized")
         future = self._pool.compile(constraint, candidates(constraint.kind, backend))
@@ -57,7 +74,10 @@ class GuidedProcessor(LogitPostProcessor):
         return future
 
     def prepare(
-        self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
+        self,
+        sequences: Sequence[GuidedSequence],
+        logits_rows: LogitsRows = None,
+        batch: int | None = None,
     ) -> None:
         if batch is None or batch != self._batch:
             self._open(sequences)
@@ -72,7 +92,9 @@ class GuidedProcessor(LogitPostProcessor):
     def _open(self, sequences: Sequence[GuidedSequence]) -> None:
         """Open the sequences that are not open."""
         if len({sequence.sequence_id for sequence in sequences}) < len(sequences):
-            raise ValueError("a sequence id occurs twice in this step: each sequence needs its own")
+            raise ValueError(
+                "a sequence id occurs twice in this step: each sequence needs its own"
+            )
         self._is_timed = False
         opened = self._pool.sequences
         for sequence in sequences:
@@ -82,20 +104,26 @@ class GuidedProcessor(LogitPostProcessor):
                 self._pool.open(sequence, self._grammar(sequence.request_id))
             elif known.request_id != sequence.request_id:
                 owner = f"belongs to request {known.request_id!r}"
-                raise ValueError(f"sequence id {sequence.sequence_id} {owner}: free that first")
+                raise ValueError(
+                    f"sequence id {sequence.sequence_id} {owner}: free that first"
+                )
 
     def _grammar(self, request_id: str) -> Grammar:
         future = self._grammars.get(request_id)
         if future is None:
             raise ValueError(f"request {request_id!r} is not initialized")
         if not future.done():
-            raise ValueError(f"the grammar of request {request_id!r} is still being compiled")
+            raise ValueError(
+                f"the grammar of request {request_id!r} is still being compiled"
+            )
         return future.result()
 
     def apply(self, logits: torch.Tensor, deadline: float | None = None) -> ApplyReport:
         width = self.vocabulary.padded_vocab_size
         if self._prepared and logits.shape[-1] < width:
-            raise ValueError(f"the logits have {logits.shape[-1]} columns and the vocabulary {width}: pass whole rows")
+            raise ValueError(
+                f"the logits have {logits.shape[-1]} columns and the vocabulary {width}: pass whole rows"
+            )
         sequences = self._take_prepared("apply")
         if sequences and deadline is not None and logits.is_cuda:
             step, started = collect_during(self._pool, logits, deadline)
@@ -116,15 +144,22 @@ class GuidedProcessor(LogitPostProcessor):
         report.kernel_seconds = time.perf_counter() - waited
         return report
 
-    def collect(self, bitmask: NDArray[np.int32], deadline: float | None = None, patience: float = 0.0) -> ApplyReport:
+    def collect(
+        self,
+        bitmask: NDArray[np.int32],
+        deadline: float | None = None,
+        patience: float = 0.0,
+    ) -> ApplyReport:
         """Copy the masks, instead of `apply`: for an engine that writes -inf itself.
 
         Args:
-            bitmask: int32 `[rows, words]`. Line i gets the mask of the sequence with logits row i. Lines of failed and
-                late sequences allow a stop token only.
+            bitmask: int32 `[rows, words]`. Line i gets the mask of the sequence with
+                logits row i. Lines of failed and late sequences allow a stop token
+                only.
             deadline: seconds to wait at most. None: as for `apply`.
-            patience: what a late sequence loses, in seconds. The wait goes on while it costs the batch less than
-                that: for another `patience` times the share of late sequences.
+            patience: what a late sequence loses, in seconds. The wait goes on while it
+                costs the batch less than that: for another `patience` times the share
+                of late sequences.
         """
         sequences = self._take_prepared("collect")
         started = time.perf_counter()
@@ -149,11 +184,18 @@ class GuidedProcessor(LogitPostProcessor):
         """Return the logits rows of a step that have no mask."""
         return self._logits_rows[[*step.failed, *step.late]]
 
-    def _report(self, sequences: Sequence[GuidedSequence], step: StepMasks, wait_seconds: float) -> ApplyReport:
+    def _report(
+        self, sequences: Sequence[GuidedSequence], step: StepMasks, wait_seconds: float
+    ) -> ApplyReport:
         """Return the report of a step, and close the sequences that failed."""
         report = ApplyReport(wait_seconds=wait_seconds, mask_seconds=step.seconds)
-        self._forced = [(sequences[row], len(sequences[row].output_token_ids), run) for row, run in step.forced.items()]
-        report.vetoes = {sequences[row].sequence_id: veto for row, veto in step.vetoes.items()}
+        self._forced = [
+            (sequences[row], len(sequences[row].output_token_ids), run)
+            for row, run in step.forced.items()
+        ]
+        report.vetoes = {
+            sequences[row].sequence_id: veto for row, veto in step.vetoes.items()
+        }
         report.late = [sequences[row].sequence_id for row in step.late]
         if self._is_timed:
             for part in step.ready:
@@ -161,12 +203,16 @@ class GuidedProcessor(LogitPostProcessor):
                     if (sequence := sequences[row]).mask_seconds is not None:
                         sequence.mask_seconds += float(part.seconds[slot])
         if step.failed:
-            report.failed = {sequences[row].sequence_id: error for row, error in step.failed.items()}
+            report.failed = {
+                sequences[row].sequence_id: error for row, error in step.failed.items()
+            }
             self._close(list(report.failed))
         return report
 
     def edits(
-        self, sequences: Sequence[GuidedSequence], samples: Sequence[SequenceOutput | None] = ()
+        self,
+        sequences: Sequence[GuidedSequence],
+        samples: Sequence[SequenceOutput | None] = (),
     ) -> dict[int, SampledEdit]:
         """Append the tokens that have no alternative, if the pool looks ahead."""
         edits: dict[int, SampledEdit] = {}
@@ -185,7 +231,13 @@ class GuidedProcessor(LogitPostProcessor):
     def free(self, request_id: str) -> None:
         self._grammars.pop(request_id, None)
         opened = self._pool.sequences.items()
-        self._close([sequence_id for sequence_id, sequence in opened if sequence.request_id == request_id])
+        self._close(
+            [
+                sequence_id
+                for sequence_id, sequence in opened
+                if sequence.request_id == request_id
+            ]
+        )
 
     def free_sequence(self, sequence_id: int) -> None:
         self._close([sequence_id])

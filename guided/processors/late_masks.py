@@ -14,14 +14,18 @@ if TYPE_CHECKING:
     import torch
 
 FIRST_MASK_SECONDS = 0.1
-"""Minimum deadline for a step's first mask if no other row can be sampled. It delays new requests by up to this."""
+"""Minimum deadline for a step's first mask if no other row can be sampled. It delays
+new requests by up to this."""
 _LOOK_SECONDS = 0.0002
 """Interval between looks at masks and device."""
 
 
-def collect_during(pool: MaskPool, logits: torch.Tensor, deadline: float) -> tuple[StepMasks, float]:
-    """Collect masks while a CUDA device computes `logits`. `deadline` counts from the end of that. Masks that are there
-    before it do not wait. Returns the masks, and the `time.perf_counter()` at which the wait for masks began."""
+def collect_during(
+    pool: MaskPool, logits: torch.Tensor, deadline: float
+) -> tuple[StepMasks, float]:
+    """Collect masks while a CUDA device computes `logits`. `deadline` counts from the
+    end of that. Masks that are there before it do not wait. Returns the masks, and the
+    `time.perf_counter()` at which the wait for masks began."""
     computed = end_of_work(logits)
     step = pool.collect(0.0)
     while step.late and not computed.query():
@@ -42,10 +46,14 @@ def wait_for_share(pool: MaskPool, step: StepMasks, seconds: float) -> StepMasks
 
 
 def wait_for_first(
-    pool: MaskPool, step: StepMasks, sequences: Sequence[GuidedSequence], batch: int | None, until: float
+    pool: MaskPool,
+    step: StepMasks,
+    sequences: Sequence[GuidedSequence],
+    batch: int | None,
+    until: float,
 ) -> StepMasks:
-    """Wait until a late sequence is decided, of this step or of an earlier one, or until a `time.perf_counter()`. Then
-    collect the step again."""
+    """Wait until a late sequence is decided, of this step or of an earlier one, or
+    until a `time.perf_counter()`. Then collect the step again."""
     late = pool.sequences.keys() - pool.decided(pool.sequences)
     late.update(sequence.sequence_id for sequence in sequences)
     while not pool.decided(late) and time.perf_counter() < until:

@@ -1,4 +1,5 @@
-"""RFC5423Adapter: runs a post-processor that is written literally as in vLLM's RFC 5423.
+"""RFC5423Adapter: runs a post-processor that is written literally as in vLLM's RFC
+5423.
 
     class LogitPostProcessor:
         def initialize(self, logit_processor_config): ...
@@ -35,7 +36,8 @@ class RFC5423Adapter(LogitPostProcessor):
     """A `LogitPostProcessor` that calls the methods of the RFC's class.
 
     Args:
-        processor: an object with these methods. It may set `all_rows` and `max_rollback` too.
+        processor: an object with these methods. It may set `all_rows` and
+            `max_rollback` too.
         config: the argument of its `initialize`.
     """
 
@@ -52,7 +54,10 @@ class RFC5423Adapter(LogitPostProcessor):
         return type(self._processor).__name__
 
     def prepare(
-        self, sequences: Sequence[GuidedSequence], logits_rows: LogitsRows = None, batch: int | None = None
+        self,
+        sequences: Sequence[GuidedSequence],
+        logits_rows: LogitsRows = None,
+        batch: int | None = None,
     ) -> None:
         self._processor.prepare(sequences)
 
@@ -62,19 +67,25 @@ class RFC5423Adapter(LogitPostProcessor):
             logits.copy_(changed)
 
     def edits(
-        self, sequences: Sequence[GuidedSequence], samples: Sequence[SequenceOutput | None] = ()
+        self,
+        sequences: Sequence[GuidedSequence],
+        samples: Sequence[SequenceOutput | None] = (),
     ) -> dict[int, SampledEdit | Exception]:
-        """Translate what `sampled` returns: the number of tokens to remove before the sampled one, the tokens that
-        replace it, and whether the sequence ends."""
+        """Translate what `sampled` returns: the number of tokens to remove before the
+        sampled one, the tokens that replace it, and whether the sequence ends."""
         edits: dict[int, SampledEdit | Exception] = {}
         for sequence, sample in zip(sequences, samples, strict=False):
             if sample is None or self._sampled is None:
                 continue
             token = sample.output_token
             try:
-                backtrack, append, stop = self._sampled(sequence, token, sample.logprobs)
+                backtrack, append, stop = self._sampled(
+                    sequence, token, sample.logprobs
+                )
                 if backtrack or list(append[:1]) != [token]:
-                    edits[sequence.sequence_id] = SampledEdit(backtrack + 1, append, stop)
+                    edits[sequence.sequence_id] = SampledEdit(
+                        backtrack + 1, append, stop
+                    )
                 elif len(append) > 1 or stop:
                     edits[sequence.sequence_id] = SampledEdit(0, append[1:], stop)
             except Exception as error:

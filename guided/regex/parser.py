@@ -1,7 +1,7 @@
 """The parser of regular expressions: a pattern becomes a tree of `guided.regex`.
 
-Python's own parser reads the pattern, with the meaning of `re`, or of ECMA-262 in a JSON Schema. Before, this syntax is
-rewritten:
+Python's own parser reads the pattern, with the meaning of `re`, or of ECMA-262 in a
+JSON Schema. Before, this syntax is rewritten:
 
     \\p{L} \\p{Letter} \\P{Script=Greek} \\pL    a class of code points
     \\u{41} \\x{41} \\ud83d\\ude00              one code point
@@ -9,8 +9,8 @@ rewritten:
     (?<name>...)                             a group
     \\z                                       the end (in a regex, not in a schema's pattern)
 
-`guided.schema.ecma` and a library check the patterns of schemas before. Syntax that no token mask can enforce, or that
-the dialects read differently, is refused by name.
+`guided.schema.ecma` and a library check the patterns of schemas before. Syntax that no
+token mask can enforce, or that the dialects read differently, is refused by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from typing import Any
 
 import regex as unicode_regex
 
-from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.errors import (
+    ConstraintTooLarge,
+    InvalidConstraint,
+    UnsupportedConstraint,
+    bounded,
+)
 from guided.regex import automaton
 from guided.regex.tree import (
     EMPTY,
@@ -47,7 +52,8 @@ from guided.regex.tree import (
 )
 
 _sre: Any = importlib.import_module("re._parser")
-"""Python's own parser. The module is private, but its output has never changed. Other parsers may differ from `re`."""
+"""Python's own parser. The module is private, but its output has never changed. Other
+parsers may differ from `re`."""
 _ESCAPE = (
     r"\\[ux]\{(?P<code>[0-9A-Fa-f]{1,6})\}"
     r"|\\u(?P<high>[dD][89ABab][0-9A-Fa-f]{2})\\u(?P<low>[dD][c-fC-F][0-9A-Fa-f]{2})"
@@ -58,9 +64,14 @@ _ESCAPE = (
     r"|\\."
 )
 _IN_CLASS = re.compile(_ESCAPE, re.DOTALL)
-_TOKEN = re.compile(_ESCAPE + r"|\[(?P<not>\^?)(?P<members>\]?(?:[^\]\\]|\\.)*+)(?P<end>\]?)", re.DOTALL)
+_TOKEN = re.compile(
+    _ESCAPE + r"|\[(?P<not>\^?)(?P<members>\]?(?:[^\]\\]|\\.)*+)(?P<end>\]?)", re.DOTALL
+)
 _REFUSED_MEMBERS = {
-    r"\[[:.=]\^?\w+[:.=]$": ("a POSIX class", "which dialects read differently: write one such as [a-z] or \\p{L}"),
+    r"\[[:.=]\^?\w+[:.=]$": (
+        "a POSIX class",
+        "which dialects read differently: write one such as [a-z] or \\p{L}",
+    ),
     r"&&\[": ("'&&' between classes", "which only Rust reads as an intersection"),
 }
 _REFUSED_OPERATIONS = {
@@ -75,19 +86,26 @@ _REFUSED_OPERATIONS = {
 _LINE_FEED = points(b"\n")
 _ECMA_LINES = points(map(ord, "\n\r\u2028\u2029"))
 _ECMA_SPACES = ranges_of(
-    [(0x09, 0x0D), (0x2000, 0x200A), *points(map(ord, " \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"))]
+    [
+        (0x09, 0x0D),
+        (0x2000, 0x200A),
+        *points(map(ord, " \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff")),
+    ]
 )
 
 
 def parse(pattern: str, *, param: str = "regex", lookaheads: bool = True) -> Node:
-    """Parse `pattern` into a tree, with the meaning of `re.fullmatch(pattern, ...)` on valid Unicode.
+    """Parse `pattern` into a tree, with the meaning of `re.fullmatch(pattern, ...)` on
+    valid Unicode.
 
     Args:
-        lookaheads: whether lookaheads at the beginning are applied, which may take long, or refused.
+        lookaheads: whether lookaheads at the beginning are applied, which may take
+            long, or refused.
 
     Raises:
         InvalidConstraint: `pattern` is not a regular expression, or no text matches it.
-        UnsupportedConstraint: other lookaround, backreferences, possessive groups, anchors in the middle, ...
+        UnsupportedConstraint: other lookaround, backreferences, possessive groups,
+            anchors in the middle, ...
     """
     reader = _Translator(pattern, param)
     if lookaheads and re.search(r"\(\?[=!]", pattern) and r"\Z" not in pattern:
@@ -97,7 +115,8 @@ def parse(pattern: str, *, param: str = "regex", lookaheads: bool = True) -> Nod
 
 @lru_cache(maxsize=256)
 def parse_search(pattern: str) -> Node:
-    """Return all strings that contain a match of `pattern`, a pattern of a JSON Schema with the meaning of ECMA-262.
+    """Return all strings that contain a match of `pattern`, a pattern of a JSON Schema
+    with the meaning of ECMA-262.
 
     Raises the errors of `parse`.
     """
@@ -106,7 +125,8 @@ def parse_search(pattern: str) -> Node:
 
 
 def width(node: Node) -> tuple[int, int | None]:
-    """Return the minimum and maximum number of characters of a match (None: unbounded)."""
+    """Return the minimum and maximum number of characters of a match (None:
+    unbounded)."""
     low, high = _sre.parse(render(node)).getwidth()
     if high >= _sre.MAXREPEAT:
         return low, None
@@ -115,13 +135,21 @@ def width(node: Node) -> tuple[int, int | None]:
 
 def _lookaheads(items: list[Any]) -> list[Any]:
     """Return the lookaheads that follow an anchor at the beginning."""
-    if not (items and str(items[0][0]) == "AT" and _anchored(items[:1], 0, "AT_BEGINNING")):
+    if not (
+        items and str(items[0][0]) == "AT" and _anchored(items[:1], 0, "AT_BEGINNING")
+    ):
         return []
-    return list(takewhile(lambda item: str(item[0]) in ("ASSERT", "ASSERT_NOT") and item[1][0] == 1, items[1:]))
+    return list(
+        takewhile(
+            lambda item: str(item[0]) in ("ASSERT", "ASSERT_NOT") and item[1][0] == 1,
+            items[1:],
+        )
+    )
 
 
 def _anchored(parsed: Any, edge: int, anchor: str) -> bool:
-    """Return whether every alternative of `parsed` has `anchor` in its first (0) or last (-1) position."""
+    """Return whether every alternative of `parsed` has `anchor` in its first (0) or
+    last (-1) position."""
     items = list(parsed)
     if not items:
         return False
@@ -135,10 +163,12 @@ def _anchored(parsed: Any, edge: int, anchor: str) -> bool:
 
 
 class _Translator:
-    """Rewrites one pattern for Python's parser, and converts the parser's lists of operations to nodes.
+    """Rewrites one pattern for Python's parser, and converts the parser's lists of
+    operations to nodes.
 
     Args:
-        ecma: whether classes, escapes and anchors have the meaning of ECMA-262 (JSON Schema), or of `re`.
+        ecma: whether classes, escapes and anchors have the meaning of ECMA-262 (JSON
+            Schema), or of `re`.
     """
 
     def __init__(self, pattern: str, param: str, *, ecma: bool = False) -> None:
@@ -152,11 +182,15 @@ class _Translator:
         self.flags: int = parsed.state.flags
 
     def search(self, items: list[Any], *, whole: bool = False) -> Node:
-        """Return all texts that contain a match of `items`, or that match as a whole (`whole`)."""
+        """Return all texts that contain a match of `items`, or that match as a whole
+        (`whole`)."""
         if items and str(items[-1][0]) == "BRANCH":
-            # The parser has moved the common prefix of all alternatives before the branch.
+            # The parser has moved the common prefix of all alternatives before the
+            # branch.
             options = items[-1][1][1]
-            return choice(self.search([*items[:-1], *option], whole=whole) for option in options)
+            return choice(
+                self.search([*items[:-1], *option], whole=whole) for option in options
+            )
         if whole and not _anchored(items, 0, "AT_BEGINNING"):
             items = [*_sre.parse("^"), *items]
         lookaheads = _lookaheads(items)
@@ -177,25 +211,39 @@ class _Translator:
             before = EMPTY
         if whole or (end and self._ecma):
             after = EMPTY
-        elif end:  # outside of ECMA-262, `$` also matches before a line break at the end
+        elif (
+            end
+        ):  # outside of ECMA-262, `$` also matches before a line break at the end
             after = repeat(Chars(_LINE_FEED), 0, 1)
-        return sequence([before, self.sequence(items, self.flags, start=start, end=end), after])
+        return sequence(
+            [before, self.sequence(items, self.flags, start=start, end=end), after]
+        )
 
     def _parse(self) -> Any:
         """Return the list of operations of Python's parser."""
         rewritten = _TOKEN.sub(self._rewritten, self._pattern)
         # Maximum length of a rewritten pattern: `\p{L}` takes 13,000.
         if len(rewritten) > max(300_000, 2 * len(self._pattern)):
-            raise ConstraintTooLarge(f"{self._name} contains too many Unicode properties", param=self._param)
+            raise ConstraintTooLarge(
+                f"{self._name} contains too many Unicode properties", param=self._param
+            )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # "possible nested set": the meaning stays that of `re`
+                warnings.simplefilter(
+                    "ignore"
+                )  # "possible nested set": the meaning stays that of `re`
                 return _sre.parse(rewritten)
         except re.error as error:
             if rewritten == self._pattern:
                 raise self._invalid(f"is malformed: {error}") from None
-            raise self._invalid(f"is malformed: {error.msg}") from None  # without the position in `rewritten`
-        except (OverflowError, RecursionError, ValueError) as error:  # contradictory flags raise a ValueError
+            raise self._invalid(
+                f"is malformed: {error.msg}"
+            ) from None  # without the position in `rewritten`
+        except (
+            OverflowError,
+            RecursionError,
+            ValueError,
+        ) as error:  # contradictory flags raise a ValueError
             raise self._invalid(f"can't be read: {error}") from None
 
     def _rewritten(self, match: re.Match[str]) -> str:
@@ -205,7 +253,9 @@ class _Translator:
         for syntax, (what, why) in _REFUSED_MEMBERS.items():
             if re.search(syntax, match["members"]):
                 raise self._unsupported(what, why)
-        inside = _IN_CLASS.sub(lambda inner: self._rewritten_escape(inner, in_class=True), match["members"])
+        inside = _IN_CLASS.sub(
+            lambda inner: self._rewritten_escape(inner, in_class=True), match["members"]
+        )
         return f"[{match['not']}{inside}{match['end']}"
 
     def _rewritten_escape(self, match: re.Match[str], *, in_class: bool) -> str:
@@ -224,7 +274,9 @@ class _Translator:
             try:
                 inside = _members_of_property(name.strip(), match["sign"] == "P")
             except unicode_regex.error:
-                raise self._invalid(f"contains \\p{{{bounded(name, 60)}}}, which is no Unicode property") from None
+                raise self._invalid(
+                    f"contains \\p{{{bounded(name, 60)}}}, which is no Unicode property"
+                ) from None
             if in_class:
                 return inside
             return f"[{inside}]"
@@ -242,37 +294,53 @@ class _Translator:
         """Return the node for a list of operations.
 
         Args:
-            start, end: whether no text can precede or follow. Anchors have no effect there and are dropped.
+            start, end: whether no text can precede or follow. Anchors have no effect
+                there and are dropped.
         """
         nodes: list[Node] = []
         for index, (operation, argument) in enumerate(items):
             first = start and all(node == EMPTY for node in nodes)
             last = end and all(str(later) == "AT" for later, _ in items[index + 1 :])
-            nodes.append(self._item(str(operation), argument, flags, start=first, end=last))
+            nodes.append(
+                self._item(str(operation), argument, flags, start=first, end=last)
+            )
         return sequence(nodes)
 
-    def _item(self, operation: str, argument: Any, flags: int, *, start: bool, end: bool) -> Node:
+    def _item(
+        self, operation: str, argument: Any, flags: int, *, start: bool, end: bool
+    ) -> Node:
         match operation:
             case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
                 return self._chars(operation, argument, flags)
             case "AT":
                 place = str(argument)
                 if self._ecma and place.endswith("_STRING"):
-                    raise self._unsupported(r"'\A' or '\Z'", "which is a letter in ECMA-262: write ^ or $")
+                    raise self._unsupported(
+                        r"'\A' or '\Z'", "which is a letter in ECMA-262: write ^ or $"
+                    )
                 if "BOUNDARY" in place:
                     raise self._unsupported("a word boundary")
-                if not (start and place.startswith("AT_BEGINNING")) and not (end and place.startswith("AT_END")):
+                if not (start and place.startswith("AT_BEGINNING")) and not (
+                    end and place.startswith("AT_END")
+                ):
                     raise self._unsupported("an anchor in the middle")
                 return EMPTY
             case "BRANCH":
-                return choice(self.sequence(option, flags, start=start, end=end) for option in argument[1])
+                return choice(
+                    self.sequence(option, flags, start=start, end=end)
+                    for option in argument[1]
+                )
             case "SUBPATTERN":
                 _group, added, removed, inner = argument
-                return self.sequence(inner, (flags | added) & ~removed, start=start, end=end)
+                return self.sequence(
+                    inner, (flags | added) & ~removed, start=start, end=end
+                )
             case "MAX_REPEAT" | "MIN_REPEAT":  # greedy and lazy match the same texts
                 low, high, inner = argument
                 once = high == 1
-                node = self.sequence(inner, flags, start=start and once, end=end and once)
+                node = self.sequence(
+                    inner, flags, start=start and once, end=end and once
+                )
                 if high is _sre.MAXREPEAT:
                     return repeat(node, int(low), None)
                 return repeat(node, int(low), int(high))
@@ -299,7 +367,9 @@ class _Translator:
                 case "RANGE":
                     pairs.append(value)
                 case "CATEGORY":
-                    pairs.extend(_category(str(value), bool(flags & re.ASCII), self._ecma))
+                    pairs.extend(
+                        _category(str(value), bool(flags & re.ASCII), self._ecma)
+                    )
         ranges = ranges_of(pairs)
         if ranges and flags & re.IGNORECASE:
             ranges = _fold(ranges, flags)
@@ -313,25 +383,34 @@ class _Translator:
         return InvalidConstraint(f"{self._name} {what}", param=self._param)
 
     def _unsupported(
-        self, what: str, why: str = "which a token mask can't enforce: rewrite it without"
+        self,
+        what: str,
+        why: str = "which a token mask can't enforce: rewrite it without",
     ) -> UnsupportedConstraint:
-        return UnsupportedConstraint(f"{self._name} contains {what}, {why}", param=self._param)
+        return UnsupportedConstraint(
+            f"{self._name} contains {what}, {why}", param=self._param
+        )
 
 
 def _fold(ranges: Ranges, flags: int) -> Ranges:
     """Add the characters that are equal to one of `ranges` under IGNORECASE."""
-    equal = re.findall(f"[{members(ranges)}]", _cased(), flags & (re.IGNORECASE | re.ASCII))
+    equal = re.findall(
+        f"[{members(ranges)}]", _cased(), flags & (re.IGNORECASE | re.ASCII)
+    )
     return ranges_of([*ranges, *points(map(ord, equal))])
 
 
 @cache
 def _category(name: str, ascii_only: bool, ecma: bool) -> Ranges:
-    """Return the characters of `\\d`, `\\w`, `\\s` or a complement, as in this Python's `re` or in ECMA-262."""
+    """Return the characters of `\\d`, `\\w`, `\\s` or a complement, as in this Python's
+    `re` or in ECMA-262."""
     if "_NOT_" in name:
         return complement(_category(name.replace("_NOT_", "_"), ascii_only, ecma))
     if ecma and name == "CATEGORY_SPACE":
         return _ECMA_SPACES
-    letter = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w"}[name]
+    letter = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w"}[
+        name
+    ]
     if ascii_only or ecma:
         letter = f"(?a:{letter})"
     return _runs(re.finditer(f"{letter}+", _every_character()))
@@ -339,7 +418,8 @@ def _category(name: str, ascii_only: bool, ecma: bool) -> Ranges:
 
 @lru_cache(maxsize=64)
 def _members_of_property(name: str, negated: bool) -> str:
-    """Return the members of a class with the code points of a property, or with surrogates if there are none."""
+    """Return the members of a class with the code points of a property, or with
+    surrogates if there are none."""
     sign = "p"
     if negated:
         sign = "P"
@@ -347,11 +427,14 @@ def _members_of_property(name: str, negated: bool) -> str:
     runs = _runs(matching.finditer(_every_character()))
     if not negated:
         runs = intersection(runs, _assigned())
-    return "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in runs) or "\ud800-\udfff"
+    return (
+        "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in runs) or "\ud800-\udfff"
+    )
 
 
 def _runs(matches: Iterable[Any]) -> Ranges:
-    """Return the code points of matches in `_every_character`, which are runs of adjacent code points."""
+    """Return the code points of matches in `_every_character`, which are runs of
+    adjacent code points."""
     return ranges_of((ord(match[0][0]), ord(match[0][-1])) for match in matches)
 
 
@@ -362,11 +445,20 @@ def _every_character() -> str:
 
 @cache
 def _assigned() -> Ranges:
-    """Return the characters of Python's version of Unicode. Readers of the output may not know newer characters."""
-    return points(ord(character) for character in _every_character() if unicodedata.category(character) != "Cn")
+    """Return the characters of Python's version of Unicode. Readers of the output may
+    not know newer characters."""
+    return points(
+        ord(character)
+        for character in _every_character()
+        if unicodedata.category(character) != "Cn"
+    )
 
 
 @cache
 def _cased() -> str:
     """Return the characters that have another case."""
-    return "".join(char for char in _every_character() if char.lower() != char or char.upper() != char)
+    return "".join(
+        char
+        for char in _every_character()
+        if char.lower() != char or char.upper() != char
+    )

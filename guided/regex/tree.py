@@ -1,7 +1,9 @@
-"""Regular expressions as trees, and as text in a common subset that all grammar libraries read in the same way.
+"""Regular expressions as trees, and as text in a common subset that all grammar
+libraries read in the same way.
 
-The libraries differ in `\\d`, `.` and anchors. A pattern is therefore parsed into a small tree (`parser.py`) and
-written in the common subset: literals, classes of code point ranges, groups, alternatives, repetitions.
+The libraries differ in `\\d`, `.` and anchors. A pattern is therefore parsed into a
+small tree (`parser.py`) and written in the common subset: literals, classes of code
+point ranges, groups, alternatives, repetitions.
 """
 
 from __future__ import annotations
@@ -128,7 +130,9 @@ def choice(options: Iterable[Node]) -> Node:
     """Return a choice of `options` as one node."""
     distinct = tuple(dict.fromkeys(options))
     some = tuple(option for option in distinct if option != EMPTY)
-    if len(some) < len(distinct):  # an empty option becomes an optional item, because not every library reads `a|`
+    if len(some) < len(
+        distinct
+    ):  # an empty option becomes an optional item, because not every library reads `a|`
         if some:
             return repeat(choice(some), 0, 1)
         return EMPTY
@@ -152,7 +156,10 @@ def render(node: Node) -> str:
         case Chars(ranges):
             return _render_chars(ranges)
         case Concatenation(items):
-            return "".join(f"(?:{render(item)})" if isinstance(item, Choice) else render(item) for item in items)
+            return "".join(
+                f"(?:{render(item)})" if isinstance(item, Choice) else render(item)
+                for item in items
+            )
         case Choice(options):
             return "|".join(map(render, options))
         case Repeat(item, low, high):
@@ -180,7 +187,8 @@ def _render_chars(ranges: Ranges) -> str:
 
 
 def across_surrogates(ranges: Ranges) -> Ranges:
-    """Join the ranges before and after the surrogates, which no token contains. Libraries read one range correctly."""
+    """Join the ranges before and after the surrogates, which no token contains.
+    Libraries read one range correctly."""
     for index, (before, after) in enumerate(pairwise(ranges)):
         if (before[1], after[0]) == (0xD7FF, 0xE000):
             return (*ranges[:index], (before[0], after[1]), *ranges[index + 2 :])

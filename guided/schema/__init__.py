@@ -1,4 +1,6 @@
-"""JSON Schema: validation (`document`), canonical form (`canonical`), and regexes for strings.
+"""JSON Schema: validation (`document`), canonical form (`canonical`), and regexes for
+strings.
 
-Nothing here depends on a grammar library. The adapters in `guided.backends` know what each library can enforce.
+Nothing here depends on a grammar library. The adapters in `guided.backends` know what
+each library can enforce.
 """

@@ -1,7 +1,8 @@
 """What is wrong with the beginning of a document, whatever follows it.
 
-`jsonschema-rs` validates the beginning as if it were whole. Of its errors, those are *final* that no continuation
-mends: a value that is complete and invalid, two equal items, a key that must not be.
+`jsonschema-rs` validates the beginning as if it were whole. Of its errors, those are
+*final* that no continuation mends: a value that is complete and invalid, two equal
+items, a key that must not be.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 Path = list[str | int]
 Place = Literal["first", "string", "value", "key"]
-"""A place in a document: after the first character of a value, within a string, after a value, or after a key."""
+"""A place in a document: after the first character of a value, within a string, after a
+value, or after a key."""
 _FINAL = ("maxItems", "maxProperties", "propertyNames", "additionalProperties", "type")
 """Keywords that an open object or array violates for ever."""
 _SHALLOW = {
@@ -48,10 +50,11 @@ _SHALLOW = {
     "minContains",
     "maxContains",
 }
-"""Keywords that are violated, for ever, by a whole value only, by a key, or by a whole member or item."""
+"""Keywords that are violated, for ever, by a whole value only, by a key, or by a whole
+member or item."""
 _UNSAFE = re.compile(r"\(\?<?!.*(?:\$|\\[bB])|\\[pPs]", re.DOTALL)
-"""Matches patterns of which a partial match can't be trusted: a negative lookaround sees the end of the text, or there
-are classes with characters beyond ASCII."""
+"""Matches patterns of which a partial match can't be trusted: a negative lookaround
+sees the end of the text, or there are classes with characters beyond ASCII."""
 _INDEX = re.compile(r"\+?[0-9]{1,19}")
 """Matches keys that `jsonschema-rs` takes for indices in the path of an error."""
 _TIMEOUT = 0.01
@@ -80,14 +83,18 @@ class Beginnings:
     """Validates the beginnings of documents of one schema.
 
     Args:
-        checked: JSON pointers of keywords, or of subschemas, that the mask does not enforce.
-        place: of the schema within a structural tag: the beginning of the pointers in errors.
+        checked: JSON pointers of keywords, or of subschemas, that the mask does not
+            enforce.
+        place: of the schema within a structural tag: the beginning of the pointers in
+            errors.
 
     Raises:
         ValueError: the schema cannot be validated.
     """
 
-    def __init__(self, schema: Schema, checked: Collection[str], place: str = "") -> None:
+    def __init__(
+        self, schema: Schema, checked: Collection[str], place: str = ""
+    ) -> None:
         self._validator = Validator(schema)
         self._schema = as_object(schema)
         self._places = checked
@@ -109,39 +116,66 @@ class Beginnings:
 
     @cached_property
     def _deep(self) -> set[Node]:
-        """The nodes in `_checked` with a keyword that may be violated within a member or item."""
-        places = [place for place in self._places if place.rpartition("/")[2] not in _SHALLOW]
+        """The nodes in `_checked` with a keyword that may be violated within a member
+        or item."""
+        places = [
+            place for place in self._places if place.rpartition("/")[2] not in _SHALLOW
+        ]
         if not places:
             return set()
         return self._with(places)
 
     def _with(self, places: Collection[str]) -> set[Node]:
-        """Return the subschemas at these JSON pointers, and those with a keyword there. The root if there are none."""
+        """Return the subschemas at these JSON pointers, and those with a keyword there.
+        The root if there are none."""
         above = {place.rpartition("/")[0] for place in places}.union(places)
-        return {node for node in self._graph.nodes() if node.pointer() in above} or {self._graph.root}
+        return {node for node in self._graph.nodes() if node.pointer() in above} or {
+            self._graph.root
+        }
 
     def _below(self, part: Part, key: str | int) -> Part:
-        """Return what applies to a member of an object, or to an item, where any index will do."""
+        """Return what applies to a member of an object, or to an item, where any index
+        will do."""
         children = [child for node in part.nodes for child in node.parts]
-        nodes = [node for node in children if node.path[:1] != ("properties",) or node.path[1] == key]
+        nodes = [
+            node
+            for node in children
+            if node.path[:1] != ("properties",) or node.path[1] == key
+        ]
         for node in nodes:  # grows
             nodes += [child for _, child in node.same if child not in nodes]
-        patterns = [node.schema["pattern"] for node in nodes if "pattern" in node.schema]
-        return Part(nodes, patterns, not self._checked.isdisjoint(nodes), not self._deep.isdisjoint(nodes))
+        patterns = [
+            node.schema["pattern"] for node in nodes if "pattern" in node.schema
+        ]
+        return Part(
+            nodes,
+            patterns,
+            not self._checked.isdisjoint(nodes),
+            not self._deep.isdisjoint(nodes),
+        )
 
-    def error(self, document: Any, path: Path | None, place: Place) -> ConstraintNotMet | None:
+    def error(
+        self, document: Any, path: Path | None, place: Place
+    ) -> ConstraintNotMet | None:
         """Return what is finally wrong with a beginning.
 
         Args:
-            document: the beginning. Objects and arrays may be open. After a key, its value is None.
-            path: the keys and indices of what is open: the innermost object or array, the value of the key, the
-                string, or what has begun. None: the document is whole.
+            document: the beginning. Objects and arrays may be open. After a key, its
+                value is None.
+            path: the keys and indices of what is open: the innermost object or array,
+                the value of the key, the string, or what has begun. None: the document
+                is whole.
         """
         if path is not None:
-            path = [int(key) if isinstance(key, str) and _INDEX.fullmatch(key) else key for key in path]
+            path = [
+                int(key) if isinstance(key, str) and _INDEX.fullmatch(key) else key
+                for key in path
+            ]
         try:
             errors = self._validator.errors(document)
-            error = next((error for error in errors if _is_final(error, path, place)), None)
+            error = next(
+                (error for error in errors if _is_final(error, path, place)), None
+            )
         except (ValueError, RecursionError):
             return None  # the validation at the end says so
         if error is None:
@@ -167,7 +201,11 @@ def _is_dead(pattern: str, text: str) -> bool:
     """Return whether no text that begins like `text` has a match of `pattern`."""
     try:
         safe = not _UNSAFE.search(pattern)
-        return safe and regex.search(pattern, text, regex.ASCII, partial=True, timeout=_TIMEOUT) is None
+        return (
+            safe
+            and regex.search(pattern, text, regex.ASCII, partial=True, timeout=_TIMEOUT)
+            is None
+        )
     except (regex.error, TimeoutError):
         return False
 
@@ -184,13 +222,17 @@ def _is_final(error: ValidationError, path: Path | None, kind: Place) -> bool:
         return True  # the value is complete
     if keyword in ("anyOf", "oneOf"):
         branches: list[list[ValidationError]] = error.kind.as_dict()["context"]
-        return all(any(_is_final(inner, path, kind) for inner in branch) for branch in branches)
+        return all(
+            any(_is_final(inner, path, kind) for inner in branch) for branch in branches
+        )
     if place == path and kind == "key":
         return False
     if place == path and kind == "first":
         return keyword == "type"
     if place == path and kind == "string":
-        return keyword == "pattern" and _is_dead(error.kind.as_dict()["pattern"], str(error.instance))
+        return keyword == "pattern" and _is_dead(
+            error.kind.as_dict()["pattern"], str(error.instance)
+        )
     return keyword in _FINAL or (keyword == "uniqueItems" and place == path)
 
 

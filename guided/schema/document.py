@@ -1,7 +1,8 @@
 """JSON Schema documents, checked before any grammar library gets them.
 
-Nothing here recurses in Python (the nesting is limited, but so is the stack), and nothing is fetched.
-Regular expressions are only measured: their syntax is checked where they are compiled, in a process that may be killed.
+Nothing here recurses in Python (the nesting is limited, but so is the stack), and
+nothing is fetched. Regular expressions are only measured: their syntax is checked where
+they are compiled, in a process that may be killed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,25 @@ from typing import Any
 
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
-from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.errors import (
+    ConstraintTooLarge,
+    InvalidConstraint,
+    UnsupportedConstraint,
+    bounded,
+)
 from guided.json_text import JsonError, JsonObject, JsonTooLarge, loads
 from guided.limits import LIMITS
 from guided.schema.formats import FORMATS
 from guided.schema.graph import Node, SchemaGraph, closure
-from guided.schema.keywords import KEYWORDS, OPENING, at, escape, listed, shortened, types_of
+from guided.schema.keywords import (
+    KEYWORDS,
+    OPENING,
+    at,
+    escape,
+    listed,
+    shortened,
+    types_of,
+)
 from guided.schema.spelling import rewrite, tidy, upgrade
 from guided.schema.validation import TUPLES, Validator, draft_of, fault
 
@@ -33,7 +47,8 @@ _Check = Callable[[Node, str], None]
 MAX_NOTES = 500
 """Maximum number of notes about one constraint."""
 _MAX_UNKNOWN = 500
-"""Maximum number of unknown keywords that are compared with those of JSON Schema: 80 µs each."""
+"""Maximum number of unknown keywords that are compared with those of JSON Schema: 80 µs
+each."""
 _ANNOTATIONS = {
     "$schema",
     "$id",
@@ -51,32 +66,48 @@ _ANNOTATIONS = {
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 """Matches an escaped NUL character in a JSON text."""
 _MAX_READ = 200_000
-"""Number of characters that `relaxed` reads, which reads a schema once for each fault; a large one eight times."""
+"""Number of characters that `relaxed` reads, which reads a schema once for each fault;
+a large one eight times."""
 _SINCE_2020 = {"$schema", "prefixItems", "$dynamicRef", "$dynamicAnchor"}
 """Keywords of a schema that does not write tuples as draft 7 does."""
 _EXACT = re.compile(r"(?<!/properties)(?<!/\$defs)/(if|not|oneOf|contains)/")
-"""Matches the pointers of subschemas that must not allow more: the whole would allow less then."""
+"""Matches the pointers of subschemas that must not allow more: the whole would allow
+less then."""
 _NOT_ENFORCED = ("$comment", "not enforced")
 _ANY_VALUE = dict([_NOT_ENFORCED])
 """What `relaxed` puts in the place of a subschema."""
-_TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "an array"}
+_TYPE_NAMES = {
+    type(None): "null",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    list: "an array",
+}
 
 
 def parse(
-    schema: Mapping[str, Any] | bool | str, param: str, notes: list[str], *, strict: bool = False
+    schema: Mapping[str, Any] | bool | str,
+    param: str,
+    notes: list[str],
+    *,
+    strict: bool = False,
 ) -> JsonObject | bool:
-    """Return `schema` (an object, a boolean, or either as JSON text) as a document that is a valid JSON Schema.
+    """Return `schema` (an object, a boolean, or either as JSON text) as a document that
+    is a valid JSON Schema.
 
-    The dialect is that of `$schema`; 2020-12 if there is none or it is unknown. The caller's objects are not changed.
+    The dialect is that of `$schema`; 2020-12 if there is none or it is unknown. The
+    caller's objects are not changed.
 
     Args:
-        notes: gets pointers to keywords that are not enforced: unknown formats, and misspelt ones, with a remark.
+        notes: gets pointers to keywords that are not enforced: unknown formats, and
+            misspelt ones, with a remark.
         strict: refuse unknown formats.
 
     Raises:
         UnsupportedConstraint: an unknown format, if `strict`.
-        InvalidConstraint: not JSON (this includes duplicate keys, NaN, NUL and lone surrogates), not a schema, a `$ref`
-            out of the document or to nothing, an endless `$ref` loop, or a schema that no value can satisfy.
+        InvalidConstraint: not JSON (this includes duplicate keys, NaN, NUL and lone
+            surrogates), not a schema, a `$ref` out of the document or to nothing, an
+            endless `$ref` loop, or a schema that no value can satisfy.
         ConstraintTooLarge: over one of the limits.
     """
     try:
@@ -89,11 +120,13 @@ def parse(
 
 
 def relaxed(schema: Mapping[str, Any], refused: Iterable[str], notes: list[str]) -> Any:
-    """Return the schema as `parse` does, with any value in the place of the smallest subschemas at fault.
+    """Return the schema as `parse` does, with any value in the place of the smallest
+    subschemas at fault.
 
     Args:
         refused: JSON pointers of faults that a library found in the schema.
-        notes: gets pointers to keywords that are not enforced, as in `parse`, and to the subschemas at fault.
+        notes: gets pointers to keywords that are not enforced, as in `parse`, and to
+            the subschemas at fault.
     """
     faults = list(refused)
     with suppress(InvalidConstraint):
@@ -114,7 +147,8 @@ def relaxed(schema: Mapping[str, Any], refused: Iterable[str], notes: list[str])
 
 
 def _free(document: JsonObject, fault: str) -> None:
-    """Put any value in the place of the smallest subschema around a JSON pointer that may allow more.
+    """Put any value in the place of the smallest subschema around a JSON pointer that
+    may allow more.
 
     Raises:
         InvalidConstraint: this is the whole document.
@@ -124,7 +158,11 @@ def _free(document: JsonObject, fault: str) -> None:
         SchemaGraph(document, nodes.append)
     places = {node.pointer(): node for node in nodes}
     # The name of a pattern property may be at fault, whatever its schema allows.
-    while fault not in places or places[fault].schema == _ANY_VALUE or _EXACT.search(f"{fault}/"):
+    while (
+        fault not in places
+        or places[fault].schema == _ANY_VALUE
+        or _EXACT.search(f"{fault}/")
+    ):
         fault = fault.rpartition("/")[0]
     node = places[fault]
     if node.parent is None:
@@ -134,17 +172,21 @@ def _free(document: JsonObject, fault: str) -> None:
 
 
 def _check_values(node: Node, draft: str) -> None:
-    """Check a subschema, and that one of the values that it lists has a type that it names."""
+    """Check a subschema, and that one of the values that it lists has a type that it
+    names."""
     _check_subschema(node, draft)
     values = listed(node.schema)
     if values and "type" in node.schema:
         types = Validator({"type": node.schema["type"]})
         if all(map(types.violation, values)):
-            raise InvalidConstraint("no listed value has the type", pointer=node.pointer())
+            raise InvalidConstraint(
+                "no listed value has the type", pointer=node.pointer()
+            )
 
 
 def closed_objects(document: JsonObject | bool) -> tuple[str, ...]:
-    """Return the JSON pointers of subschemas that name properties and do not say whether there are others.
+    """Return the JSON pointers of subschemas that name properties and do not say
+    whether there are others.
 
     At most `MAX_NOTES`.
     """
@@ -153,19 +195,29 @@ def closed_objects(document: JsonObject | bool) -> tuple[str, ...]:
     pointers: list[str] = []
     for node in SchemaGraph(document).nodes():
         is_negated = node.path[:1] in (("if",), ("not",))
-        if "properties" in node.schema and not is_negated and OPENING.isdisjoint(node.schema):
+        if (
+            "properties" in node.schema
+            and not is_negated
+            and OPENING.isdisjoint(node.schema)
+        ):
             pointers.append(shortened(node.pointer()))
     return tuple(pointers[:MAX_NOTES])
 
 
-def _parse(document: Any, notes: list[str], strict: bool, check: _Check | None = None) -> JsonObject | bool:
-    """Check a document, and bring it into the form that `parse` returns. The document is changed."""
+def _parse(
+    document: Any, notes: list[str], strict: bool, check: _Check | None = None
+) -> JsonObject | bool:
+    """Check a document, and bring it into the form that `parse` returns. The document
+    is changed."""
     if not isinstance(document, dict | bool):
         raise InvalidConstraint(
-            f"a JSON schema is an object or a boolean, not {_TYPE_NAMES[type(document)]}", pointer=""
+            f"a JSON schema is an object or a boolean, not {_TYPE_NAMES[type(document)]}",
+            pointer="",
         )
     if document is False:
-        raise InvalidConstraint("the schema is false: no value satisfies it", pointer="")
+        raise InvalidConstraint(
+            "the schema is false: no value satisfies it", pointer=""
+        )
     if document is True:
         return True
     schemas = tidy(document)
@@ -181,7 +233,9 @@ def _parse(document: Any, notes: list[str], strict: bool, check: _Check | None =
         raise InvalidConstraint(message, pointer="/$schema")
     is_old = "draft-0" in draft
     if is_old and any(str(schema.get("$ref")).startswith(draft) for schema in schemas):
-        document.setdefault("definitions", {})[draft] = deepcopy(REGISTRY.contents(draft))
+        document.setdefault("definitions", {})[draft] = deepcopy(
+            REGISTRY.contents(draft)
+        )
     graph = SchemaGraph(document, lambda node: (check or _check_subschema)(node, draft))
     graph.refuse_endless_references()
     _check_alternatives(graph)
@@ -207,8 +261,12 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
             text = json.dumps(text, ensure_ascii=False, allow_nan=False)
         limit = LIMITS.max_constraint_bytes
         if len(text) > limit:
-            raise ConstraintTooLarge(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
-        document = loads(text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_schema_nesting)
+            raise ConstraintTooLarge(
+                f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes"
+            )
+        document = loads(
+            text, max_values=LIMITS.max_values, max_nesting=LIMITS.max_schema_nesting
+        )
         json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise InvalidConstraint("a lone surrogate is not valid Unicode") from None
@@ -219,7 +277,9 @@ def _read(schema: Mapping[str, Any] | bool | str) -> Any:
     except JsonError as error:
         raise InvalidConstraint(f"the JSON schema is not valid JSON: {error}") from None
     except (TypeError, ValueError) as error:
-        raise InvalidConstraint(f"the JSON schema is not JSON: {bounded(error)}") from None
+        raise InvalidConstraint(
+            f"the JSON schema is not JSON: {bounded(error)}"
+        ) from None
     return document
 
 
@@ -243,8 +303,8 @@ def _check_sizes(schema: JsonObject, node: Node) -> None:
     if isinstance(options, list) and len(options) > LIMITS.max_enum:
         message = f"'enum' has {len(options)} values; the limit is {LIMITS.max_enum}"
         raise ConstraintTooLarge(message, pointer=node.pointer("enum"))
-    # A lower bound must be generated, at least one token each. Upper bounds are often just a large number (65,535,
-    # a million) and are left to the library.
+    # A lower bound must be generated, at least one token each. Upper bounds are often
+    # just a large number (65,535, a million) and are left to the library.
     limit = LIMITS.max_repetition
     for keyword in ("minLength", "minItems", "minProperties", "minContains"):
         value = schema.get(keyword)
@@ -268,9 +328,11 @@ def _check_alternatives(graph: SchemaGraph) -> None:
                 raise LIMITS.too_many_alternatives("json_schema", node.pointer(keyword))
 
 
-def _not_enforced(document: JsonObject, graph: SchemaGraph, strict: bool, has_tuples: bool) -> Iterator[str]:
-    """Yield unknown formats of strings, probably misspelt keywords, a root without any keyword of JSON Schema, and
-    with `has_tuples` those of draft 7."""
+def _not_enforced(
+    document: JsonObject, graph: SchemaGraph, strict: bool, has_tuples: bool
+) -> Iterator[str]:
+    """Yield unknown formats of strings, probably misspelt keywords, a root without any
+    keyword of JSON Schema, and with `has_tuples` those of draft 7."""
     if document.keys().isdisjoint(KEYWORDS) and (doubt := _doubt(document)):
         yield f" (no keyword of JSON Schema restricts this document{doubt})"
         return
@@ -285,9 +347,12 @@ def _not_enforced(document: JsonObject, graph: SchemaGraph, strict: bool, has_tu
                 if value not in FORMATS and "string" in types_of(node.schema):
                     if strict:
                         message = (
-                            f"the format {bounded(value, 60)!r} is not in the specification, so it can't be enforced"
+                            f"the format {bounded(value, 60)!r} is not in the "
+                            "specification, so it can't be enforced"
                         )
-                        raise UnsupportedConstraint(message, pointer=node.pointer(keyword))
+                        raise UnsupportedConstraint(
+                            message, pointer=node.pointer(keyword)
+                        )
                     yield shortened(node.pointer(keyword))
             elif keyword not in KEYWORDS:
                 unknown_keywords += 1
@@ -296,14 +361,20 @@ def _not_enforced(document: JsonObject, graph: SchemaGraph, strict: bool, has_tu
 
 
 def _doubt(document: JsonObject) -> str:
-    """Return what a document without restrictions may be instead of a schema. Empty: probably a schema of any value."""
+    """Return what a document without restrictions may be instead of a schema. Empty:
+    probably a schema of any value."""
     for place in ("$defs", "definitions", "components/schemas"):
         named = None
         with suppress(LookupError, TypeError, ValueError):
             named = at(document, f"/{place}")
         if isinstance(named, dict) and named:
-            reference = json.dumps(f"#/{place}/{bounded(escape(next(iter(named))), 60)}", ensure_ascii=False)
-            return f': choose one of its schemas, as with "$ref": {reference} at its root'
+            reference = json.dumps(
+                f"#/{place}/{bounded(escape(next(iter(named))), 60)}",
+                ensure_ascii=False,
+            )
+            return (
+                f': choose one of its schemas, as with "$ref": {reference} at its root'
+            )
     unknown = [name for name in document if name not in _ANNOTATIONS]
     if not unknown:
         return ""
@@ -313,7 +384,8 @@ def _doubt(document: JsonObject) -> str:
 
 @lru_cache(maxsize=4096)
 def _meant(keyword: str) -> str:
-    """Return the keyword that `keyword` probably is a misspelling of; empty if there is none."""
+    """Return the keyword that `keyword` probably is a misspelling of; empty if there is
+    none."""
     if len(keyword) > 30 or keyword.startswith(("_", "x-")):
         return ""
     names = KEYWORDS - {"not", "if", "then", "else"}  # "note" is none of these

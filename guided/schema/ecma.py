@@ -1,4 +1,5 @@
-"""Patterns of JSON Schema as JavaScript reads them without the flag `u` (ECMA-262, annex B)."""
+"""Patterns of JSON Schema as JavaScript reads them without the flag `u` (ECMA-262,
+annex B)."""
 
 from __future__ import annotations
 
@@ -11,23 +12,38 @@ _ESCAPE = (
     rf"|[0-3][0-7]{{0,2}}|[4-7][0-7]?|c[A-Za-z]|[pP](?:\{{[\w:=. ^-]+\}}|[CLMNPSZ])|k<[\w$]+>"
     rf"|N\{{[\w -]+\}}|U{_HEX}{{8}}|.?)"
 )
-_TOKEN = re.compile(_ESCAPE + r"|\[(?:[^\]\\]|\\.)*+\]|\{\d+(?:,\d*)?\}|[{}\]]", re.DOTALL | re.ASCII)
+_TOKEN = re.compile(
+    _ESCAPE + r"|\[(?:[^\]\\]|\\.)*+\]|\{\d+(?:,\d*)?\}|[{}\]]", re.DOTALL | re.ASCII
+)
 _IN_MEMBER = _ESCAPE.replace("c[A-Za-z]", r"c\w")
-_MEMBER = re.compile(rf"(?!^-(?!-)|-\Z)({_IN_MEMBER}|.)(?:-({_IN_MEMBER}|.))?", re.DOTALL | re.ASCII)
+_MEMBER = re.compile(
+    rf"(?!^-(?!-)|-\Z)({_IN_MEMBER}|.)(?:-({_IN_MEMBER}|.))?", re.DOTALL | re.ASCII
+)
 """Matches a member of a class, or a range, but not a hyphen at an end of the class."""
 _SET = re.compile(r"\\[dDwWsSpP]")
 _KEPT = re.compile(r"\\(?:[dDwWsSbBtnrvfcAZz1-9^$\\.*+?()\[\]{}|/&~-]|..+)?")
-"""Matches escapes that stay. Some of them are refused later: `\\1`, and `\\A`, an anchor elsewhere."""
+"""Matches escapes that stay. Some of them are refused later: `\\1`, and `\\A`, an
+anchor elsewhere."""
 _LITERALS = {"{": r"\{", "}": r"\}", "]": r"\]", "[^]": r"[\s\S]", r"\c": r"\\c"}
-_IN_CLASS = {r"\c": r"\\c", r"\b": r"\x08", r"\B": "B", "[": r"\[", "&": r"\&", "~": r"\~", "-": r"\-"}
+_IN_CLASS = {
+    r"\c": r"\\c",
+    r"\b": r"\x08",
+    r"\B": "B",
+    "[": r"\[",
+    "&": r"\&",
+    "~": r"\~",
+    "-": r"\-",
+}
 _FOREIGN = re.compile(r"\[[:.=]\^?\w+[:.=]\]|&&\[")
 """Matches POSIX classes and intersections. They are refused later, by name."""
 
 
 def translate(pattern: str) -> str:
-    """Return a pattern in the syntax that Python, Rust and ECMA-262 share. What is malformed stays as it is.
+    """Return a pattern in the syntax that Python, Rust and ECMA-262 share. What is
+    malformed stays as it is.
 
-    Literal braces and brackets are escaped, and hyphens beside `\\w` in a class. Needless escapes go: `\\_`, `\\e`.
+    Literal braces and brackets are escaped, and hyphens beside `\\w` in a class.
+    Needless escapes go: `\\_`, `\\e`.
     """
     if _FOREIGN.search(pattern):
         return pattern
@@ -61,7 +77,8 @@ def _in_class(text: str) -> str:
 
 
 def _escape(text: str, octal: str = "0") -> str:
-    """Return an escape. Other text stays. `octal`: the first digits of octal escapes; others begin references."""
+    """Return an escape. Other text stays. `octal`: the first digits of octal escapes;
+    others begin references."""
     if text.startswith("\\") and text[1:2] in tuple(octal):
         return f"\\x{int(text[1:], 8):02x}"
     if text.startswith(r"\c") and len(text) > 2:

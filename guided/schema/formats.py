@@ -15,8 +15,14 @@ def _formats() -> dict[str, str]:
     calendar = f"({n}Y({n}M({n}D)?)?|{n}M({n}D)?|{n}D)"
     a = "[A-Za-z0-9]"
     c = "[A-Za-z0-9-]"
-    label, short = (  # no hyphens at the third and fourth place: these are reserved, as in `xn--` (RFC 5890)
-        f"{a}({c}?{a}|{c}{{2}}{a}|{c}({a}{c}|-{a}){c}{{0,{most - 5}}}{a})?" for most in (63, 24)
+    (
+        label,
+        short,
+        # no hyphens at the third and fourth place: these are reserved, as in `xn--` (RFC
+        # 5890)
+    ) = (
+        f"{a}({c}?{a}|{c}{{2}}{a}|{c}({a}{c}|-{a}){c}{{0,{most - 5}}}{a})?"
+        for most in (63, 24)
     )
     atom = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
     byte = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
@@ -24,7 +30,10 @@ def _formats() -> dict[str, str]:
     ipv6 = "|".join(
         [
             f"({group}:){{7}}{group}",
-            *(f"({group}:){{{before}}}(:{group}){{1,{7 - before}}}" for before in range(1, 7)),
+            *(
+                f"({group}:){{{before}}}(:{group}){{1,{7 - before}}}"
+                for before in range(1, 7)
+            ),
             f":(:{group}){{1,7}}",
             f"({group}:){{1,7}}:",
             "::",
@@ -32,22 +41,28 @@ def _formats() -> dict[str, str]:
     )
     beyond_ascii = r"\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
     mail_host = f"{label}(\\.{short}){{1,5}}"  # at most 188: 253 of 254 for the address
-    # Each label has letters of one alphabet, because many mixtures are forbidden, as is one of both directions.
+    # Each label has letters of one alphabet, because many mixtures are forbidden, as is
+    # one of both directions.
     wide_label = f"({label}|{'|'.join(_ALPHABETS)})"
-    wide_host = f"({wide_label}(\\.{wide_label}){{0,2}}(\\.{short}){{0,2}}|{_LEFTWARD}(\\.{_LEFTWARD}){{0,2}})"  # < 242
+    # < 242
+    wide_host = f"({wide_label}(\\.{wide_label}){{0,2}}(\\.{short}){{0,2}}|{_LEFTWARD}(\\.{_LEFTWARD}){{0,2}})"
     wide_mail_host = f"({mail_host}|{wide_label}\\.{wide_label}(\\.{short})?|{_LEFTWARD}\\.{_LEFTWARD})"
     host = f"{label}(\\.{short}){{0,7}}"  # at most 238 characters of 253
     local = f"({atom}{{1,64}}|{atom}(\\.?{atom}){{0,31}})"  # at most 64
     pointer = "(/([^/~]|~[01])*)*"
     variable = r"([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+(\.([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+)*(:[1-9][0-9]{0,3}|\*)?"
-    template = r"([^\x00-\x20\x7f-\x9f\"'<>%\\^`{|}]|%[0-9A-Fa-f]{2}" + rf"|\{{[+#./;?&]?{variable}(,{variable})*\}})*"
+    template = (
+        r"([^\x00-\x20\x7f-\x9f\"'<>%\\^`{|}]|%[0-9A-Fa-f]{2}"
+        + rf"|\{{[+#./;?&]?{variable}(,{variable})*\}})*"
+    )
     return {
         "date": f"^{date}$",
         "time": f"^{time}$",
         "date-time": f"^{date}T{time}$",
         "duration": f"^P({n}W|{calendar}({clock})?|{clock})$",
         "email": f"^{local}@{mail_host}$",
-        "idn-email": f"^({local}|({atom}|[{beyond_ascii}]){{1,21}})@{wide_mail_host}$",  # 21 characters: 63 bytes
+        # 21 characters: 63 bytes
+        "idn-email": f"^({local}|({atom}|[{beyond_ascii}]){{1,21}})@{wide_mail_host}$",
         "idn-hostname": f"^{wide_host}$",
         "hostname": f"^{host}$",
         "ipv4": f"^({byte}\\.){{3}}{byte}$",
@@ -65,7 +80,8 @@ def _formats() -> dict[str, str]:
 
 
 def _uri(more: str) -> tuple[str, str]:
-    """Return URIs and relative references, with the characters `more` where unreserved ones may be."""
+    """Return URIs and relative references, with the characters `more` where unreserved
+    ones may be."""
     free = f"[A-Za-z0-9{more}._~!$&'()*+,;=-]|%[0-9A-Fa-f]{{2}}"
     path = f"({free}|[:@])"
     authority = f"//(({free}|:)*@)?({free})*(:[0-9]*)?(/{path}*)*"
@@ -76,7 +92,8 @@ def _uri(more: str) -> tuple[str, str]:
 
 
 def _regex(depth: int) -> str:
-    """Return regular expressions in the subset of ECMA-262 and Python, with groups up to `depth` levels."""
+    """Return regular expressions in the subset of ECMA-262 and Python, with groups up
+    to `depth` levels."""
     escape = r"\\[dDwWsSnrtfv\\^$.|?*+()\[\]{}/]"
     klass = rf"\[\^?([^\x00-\x1f\\\[\]^&~|-]|a-z|A-Z|0-9|{escape})+-?\]"
     count = r"([*+?]|\{([0-9]{1,3},?|[01],[1-9][0-9]{0,2}|[2-9],[1-9][0-9]{1,2})\})\??"
@@ -97,11 +114,14 @@ _ALPHABETS = (
     "[\u0e01-\u0e2e\u0e40-\u0e44][\u0e01-\u0e32\u0e34-\u0e39\u0e40-\u0e44\u0e47-\u0e4c]{0,14}",
     "[\u0905-\u0928\u092a-\u0930\u0932\u0933\u0935-\u0939][\u0905-\u0928\u092a-\u0930\u0932\u0933\u0935-\u0939\u093e-\u094d]{0,14}",
 )
-"""Labels of hosts in Latin, Greek, Cyrillic, Japanese and Chinese, Korean, Thai and Devanagari letters."""
+"""Labels of hosts in Latin, Greek, Cyrillic, Japanese and Chinese, Korean, Thai and
+Devanagari letters."""
 _LEFTWARD = "([\u05d0-\u05ea]{1,15}|[\u0621-\u063a\u0641-\u064a]{1,15})"
 """Labels in Hebrew and Arabic letters."""
 FORMATS = _formats()
-"""The formats of the specification as patterns. Other formats are annotations. Each matches valid values only, but not
-all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. The limit of the whole length
-follows from those of the parts: of the eight labels of a hostname (253 characters), only the first may have 63
-characters, the others 24. (Source: RFC 3339, 5321, 1123, 2673, 4291, 6901, 3986, 3987, 6570, 4122.)"""
+"""The formats of the specification as patterns. Other formats are annotations. Each
+matches valid values only, but not all of them: no leap seconds, no literals for hosts,
+no unusual notations of addresses. The limit of the whole length follows from those of
+the parts: of the eight labels of a hostname (253 characters), only the first may have
+63 characters, the others 24. (Source: RFC 3339, 5321, 1123, 2673, 4291, 6901, 3986,
+3987, 6570, 4122.)"""

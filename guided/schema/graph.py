@@ -1,7 +1,9 @@
-"""The subschemas of a JSON Schema as a graph. An edge: one applies another, to the same value or a part.
+"""The subschemas of a JSON Schema as a graph. An edge: one applies another, to the same
+value or a part.
 
-Subschemas are found by position (JSON Schema core 2020-12, section 10, and the keywords of older drafts), so a property
-named "items" or an enum value that contains "$ref" is not mistaken for one. Nothing recurses.
+Subschemas are found by position (JSON Schema core 2020-12, section 10, and the keywords
+of older drafts), so a property named "items" or an enum value that contains "$ref" is
+not mistaken for one. Nothing recurses.
 """
 
 from __future__ import annotations
@@ -21,7 +23,17 @@ from guided.json_text import JsonObject
 from guided.schema.keywords import pointer, unescape
 from guided.schema.validation import draft_of
 
-_SAME = ("if", "then", "else", "not", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependencies")
+_SAME = (
+    "if",
+    "then",
+    "else",
+    "not",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "dependentSchemas",
+    "dependencies",
+)
 """Keywords with subschemas for the same value."""
 PARTS = (
     "additionalItems",
@@ -43,7 +55,13 @@ NAMED = (*_KEPT, "dependentSchemas", "dependencies", "patternProperties", "prope
 Keys = tuple[str | int, ...]
 """Keys and indices that lead from a subschema to one in it."""
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError)
+_LOOKUP_ERRORS = (
+    referencing.exceptions.Unresolvable,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +71,8 @@ class Node:
     schema: Any
     """An object. While it is checked, any value in the place of a schema."""
     parent: Node | None
-    """None: it is the document, or where a reference leads that is no known position of a schema."""
+    """None: it is the document, or where a reference leads that is no known position of
+    a schema."""
     path: Keys
     """Keys and indices below `parent`."""
     same: list[tuple[str, Node]] = field(default_factory=list)
@@ -62,7 +81,8 @@ class Node:
     """Applied to a part of the value: a property's, an item's."""
 
     def pointer(self, *path: str | int) -> str:
-        """Return the JSON pointer of this subschema, or of a place in it. Not stored, because keys may be long."""
+        """Return the JSON pointer of this subschema, or of a place in it. Not stored,
+        because keys may be long."""
         whole = pointer(path)
         node: Node | None = self
         while node is not None:
@@ -85,13 +105,16 @@ class SchemaGraph:
     """All subschemas of a document.
 
     Args:
-        check: called for each subschema before its contents are visited; raises if it is none.
+        check: called for each subschema before its contents are visited; raises if it
+            is none.
 
     Raises:
         InvalidConstraint: a reference leads out of the document, or to nothing.
     """
 
-    def __init__(self, document: JsonObject, check: Callable[[Node], None] = lambda _: None) -> None:
+    def __init__(
+        self, document: JsonObject, check: Callable[[Node], None] = lambda _: None
+    ) -> None:
         self._document = document
         self._check = check
         self._nodes: dict[int, Node] = {}
@@ -105,11 +128,13 @@ class SchemaGraph:
         self.root = self._nodes[id(document)]
 
     def find(self, schema: Any) -> Node | None:
-        """Return the node of a subschema of the document, which is found by identity; None if it has none."""
+        """Return the node of a subschema of the document, which is found by identity;
+        None if it has none."""
         return self._nodes.get(id(schema))
 
     def target(self, reference: str) -> Node | None:
-        """Return the node that a reference leads to from the root; None if it is not known."""
+        """Return the node that a reference leads to from the root; None if it is not
+        known."""
         try:
             return self.find(self._resolvers[id(self.root)].lookup(reference).contents)
         except _LOOKUP_ERRORS:
@@ -120,7 +145,8 @@ class SchemaGraph:
         return iter(self._nodes.values())
 
     def refuse_endless_references(self) -> None:
-        """Refuse a schema that applies itself to the same value: validation would never end.
+        """Refuse a schema that applies itself to the same value: validation would never
+        end.
 
         Raises:
             InvalidConstraint: with the pointer of a subschema in the loop.
@@ -128,13 +154,17 @@ class SchemaGraph:
         if not self._resolvers:  # without references it is a tree
             return
         try:
-            TopologicalSorter({node: [child for _, child in node.same] for node in self.nodes()}).prepare()
+            TopologicalSorter(
+                {node: [child for _, child in node.same] for node in self.nodes()}
+            ).prepare()
         except CycleError as error:
             message = (
                 "the schema refers to itself for the same value, which never ends: put a keyword such as "
                 "'properties' or 'items' in between"
             )
-            raise InvalidConstraint(message, pointer=error.args[1][0].pointer()) from None
+            raise InvalidConstraint(
+                message, pointer=error.args[1][0].pointer()
+            ) from None
 
     def _add(self, schema: Any, path: Keys) -> None:
         """Add a subschema and everything inside it."""
@@ -149,17 +179,29 @@ class SchemaGraph:
                     continue
                 self._nodes[id(schema)] = node
                 self._unresolved.append(node)
-                todo += reversed([(child, below, node, same) for below, child, same in children(schema)])
+                todo += reversed(
+                    [
+                        (child, below, node, same)
+                        for below, child, same in children(schema)
+                    ]
+                )
             if parent is not None and same:
                 parent.same.append((str(path[0]), node))
             elif parent is not None and path[0] not in _KEPT:
                 parent.parts.append(node)
 
     def _resolve(self) -> None:
-        """Turn references into edges. A target outside the known schema positions is added."""
-        if not any(isinstance(node.schema.get(keyword), str) for node in self._unresolved for keyword in REFERENCES):
+        """Turn references into edges. A target outside the known schema positions is
+        added."""
+        if not any(
+            isinstance(node.schema.get(keyword), str)
+            for node in self._unresolved
+            for keyword in REFERENCES
+        ):
             return  # identifiers and anchors matter to references only
-        specification = referencing.jsonschema.specification_with(draft_of(self._document))
+        specification = referencing.jsonschema.specification_with(
+            draft_of(self._document)
+        )
         root = specification.create_resource(self._document)
         try:
             start = REGISTRY.with_resource("", root).crawl().resolver_with_root(root)
@@ -182,17 +224,29 @@ class SchemaGraph:
             raise self._dangling(reference, node.pointer(keyword), error) from None
         target = resolved.contents
         if id(target) not in self._nodes:
-            # JSON pointers such as "#/components/schemas/X" may lead anywhere in the document.
-            self._add(target, tuple(map(unescape, unquote(reference.partition("#")[2]).split("/")[1:])))
+            # JSON pointers such as "#/components/schemas/X" may lead anywhere in the
+            # document.
+            self._add(
+                target,
+                tuple(
+                    map(unescape, unquote(reference.partition("#")[2]).split("/")[1:])
+                ),
+            )
             if isinstance(target, dict):
                 self._resolvers[id(self._nodes[id(target)])] = resolved.resolver
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
 
-    def _dangling(self, reference: str, where: str, error: Exception) -> InvalidConstraint:
+    def _dangling(
+        self, reference: str, where: str, error: Exception
+    ) -> InvalidConstraint:
         quoted = bounded(unquote(reference), 120)
-        # A subclass of Unresolvable means that the document was found, but not the place within it.
-        if reference.startswith("#") or type(error) is not referencing.exceptions.Unresolvable:
+        # A subclass of Unresolvable means that the document was found, but not the
+        # place within it.
+        if (
+            reference.startswith("#")
+            or type(error) is not referencing.exceptions.Unresolvable
+        ):
             message = f"the reference {quoted!r} leads to nothing in this document"
         elif reference.startswith("/"):
             message = f"the reference {quoted!r} is no JSON pointer; did you mean '#{quoted}'?"
@@ -205,7 +259,8 @@ class SchemaGraph:
 
 
 def closure(start: list[Node]) -> Iterator[Node]:
-    """Iterate over `start` and all subschemas that they apply, each once, in document order where possible."""
+    """Iterate over `start` and all subschemas that they apply, each once, in document
+    order where possible."""
     seen: set[int] = set()
     todo = list(reversed(start))
     while todo:
@@ -217,7 +272,8 @@ def closure(start: list[Node]) -> Iterator[Node]:
 
 
 def children(schema: JsonObject) -> Iterator[tuple[Keys, Any, bool]]:
-    """Yield (path below `schema`, subschema, applies to the same value) of each subschema, in order."""
+    """Yield (path below `schema`, subschema, applies to the same value) of each
+    subschema, in order."""
     for keyword, value in schema.items():
         same = keyword in _SAME
         if not (same or keyword in PARTS or keyword in _KEPT):
@@ -229,6 +285,8 @@ def children(schema: JsonObject) -> Iterator[tuple[Keys, Any, bool]]:
         elif keyword in NAMED:
             continue
         elif isinstance(value, list):
-            yield from (((keyword, index), child, same) for index, child in enumerate(value))
+            yield from (
+                ((keyword, index), child, same) for index, child in enumerate(value)
+            )
         elif isinstance(value, dict):
             yield (keyword,), value, same

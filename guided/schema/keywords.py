@@ -1,4 +1,5 @@
-"""Keywords of JSON Schema, what single ones mean in canonical form, and JSON pointers (RFC 6901) to them."""
+"""Keywords of JSON Schema, what single ones mean in canonical form, and JSON pointers
+(RFC 6901) to them."""
 
 from __future__ import annotations
 
@@ -64,11 +65,13 @@ KEYWORDS = {
 }
 """Keywords that restrict values."""
 OPENING = {"additionalProperties", "unevaluatedProperties"}
-"""Keywords that say whether an object has other properties than those that are named."""
+"""Keywords that say whether an object has other properties than those that are
+named."""
 
 
 def types_of(schema: Schema) -> frozenset[str]:
-    """Return the types of a subschema in canonical form; all if it names none. "number" includes "integer"."""
+    """Return the types of a subschema in canonical form; all if it names none. "number"
+    includes "integer"."""
     if isinstance(schema, bool):
         return frozenset(ALL_TYPES)
     named = schema.get("type", ALL_TYPES)
@@ -97,7 +100,8 @@ def as_object(schema: Schema) -> JsonObject:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Return whether a JSON value is a number. Python's booleans are integers, too, but JSON's are not."""
+    """Return whether a JSON value is a number. Python's booleans are integers, too, but
+    JSON's are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -124,26 +128,30 @@ def unescape(token: str) -> str:
 
 
 def pointer(path: Iterable[str | int]) -> str:
-    """Return the pointer of a path of keys and indices; empty for the document itself."""
+    """Return the pointer of a path of keys and indices; empty for the document
+    itself."""
     return "".join(f"/{escape(str(token))}" for token in path)
 
 
 def _key(container: Any, token: str) -> Any:
-    """Return the key or index that one token of a JSON pointer means in an object or array."""
+    """Return the key or index that one token of a JSON pointer means in an object or
+    array."""
     if isinstance(container, list):
         return int(token)
     return unescape(token)
 
 
 def at(document: Any, place: str) -> Any:
-    """Return the value at a JSON pointer. Raises LookupError, ValueError or TypeError if there is none."""
+    """Return the value at a JSON pointer. Raises LookupError, ValueError or TypeError
+    if there is none."""
     for token in place.split("/")[1:]:
         document = document[_key(document, token)]
     return document
 
 
 def replaced(document: Any, place: str, value: Any) -> Any:
-    """Return a copy of a document with another value at a JSON pointer. Only what contains the place is copied."""
+    """Return a copy of a document with another value at a JSON pointer. Only what
+    contains the place is copied."""
     if not place:
         return value
     token, _, rest = place[1:].partition("/")
@@ -154,7 +162,8 @@ def replaced(document: Any, place: str, value: Any) -> Any:
 
 
 def shortened(whole: str) -> str:
-    """Return a pointer as valid Unicode, or that of its nearest ancestor of at most `MAX_ECHO` characters."""
+    """Return a pointer as valid Unicode, or that of its nearest ancestor of at most
+    `MAX_ECHO` characters."""
     printable = bounded(whole, len(whole) * 10)
     if len(printable) <= MAX_ECHO:
         return printable

@@ -1,4 +1,5 @@
-"""Where subschemas in canonical form come from in the schema as sent: for pointers and the order of properties."""
+"""Where subschemas in canonical form come from in the schema as sent: for pointers and
+the order of properties."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from guided.schema.graph import REFERENCES, Node, SchemaGraph
 from guided.schema.keywords import OPENING, listed
 
 _ALWAYS = (*REFERENCES, "allOf")
-"""Keywords of which every subschema applies to the same value. The others are alternatives or conditions."""
+"""Keywords of which every subschema applies to the same value. The others are
+alternatives or conditions."""
 _UNIONS = ("anyOf", "oneOf")
 _SOURCES = {
     "additionalProperties": ("unevaluatedProperties",),
@@ -37,46 +39,66 @@ class Origin:
 
     graph: SchemaGraph
     nodes: list[Node]
-    """The subschemas, in the order in which they name properties: what `$ref`, `allOf` or `oneOf` before `properties`
-    applies comes first."""
+    """The subschemas, in the order in which they name properties: what `$ref`, `allOf`
+    or `oneOf` before `properties` applies comes first."""
     always: list[Node]
     """The `nodes` that are no alternative and no condition."""
     naming: list[Node]
-    """The `nodes` that name the properties of the object: without conditions that probably do not hold."""
+    """The `nodes` that name the properties of the object: without conditions that
+    probably do not hold."""
 
     @classmethod
     def of(cls, graph: SchemaGraph, starts: list[Node]) -> Origin:
-        """Return the origin of what `starts` and the subschemas describe that they apply to the same value."""
+        """Return the origin of what `starts` and the subschemas describe that they
+        apply to the same value."""
         nodes = _closure(starts, always=False)
         return cls(graph, nodes, _closure(starts, always=True), nodes)
 
     def pointers(self, keyword: str) -> Iterator[str]:
-        """Yield where `keyword` may come from: the JSON pointers of such keywords, or of the subschema."""
+        """Yield where `keyword` may come from: the JSON pointers of such keywords, or
+        of the subschema."""
         names = (keyword, *_SOURCES.get(keyword, ()))
-        places = [node.pointer(name) for node in self.nodes for name in names if name in node.schema]
+        places = [
+            node.pointer(name)
+            for node in self.nodes
+            for name in names
+            if name in node.schema
+        ]
         yield from places or [node.pointer() for node in self.nodes[:1]] or [""]
 
     def names(self, known: Iterable[str] = ()) -> list[str]:
-        """Return the names of properties, in their order. `known`: further names, which patterns may spell."""
-        patterns = " ".join(pattern for node in self.nodes for _, pattern in node.patterns())
+        """Return the names of properties, in their order. `known`: further names, which
+        patterns may spell."""
+        patterns = " ".join(
+            pattern for node in self.nodes for _, pattern in node.patterns()
+        )
         spelled = sorted(filter(patterns.__contains__, known), key=patterns.find)
-        declared = [name for node in self.nodes for name in _object(node.schema, "properties")]
+        declared = [
+            name for node in self.nodes for name in _object(node.schema, "properties")
+        ]
         others = [name for node in self.always for name in _listed_names(node.schema)]
         return [*dict.fromkeys((*declared, *spelled, *others))]
 
     def declared(self) -> set[str]:
-        """Return the names of the properties that no alternative and no condition names."""
+        """Return the names of the properties that no alternative and no condition
+        names."""
         names: set[str] = set()
         for node in self.always:
             names.update(_object(node.schema, "properties"), _listed_names(node.schema))
         return names
 
     def closed_names(self) -> list[str] | None:
-        """Return the names of all properties of an object that names some and does not say whether it has others.
+        """Return the names of all properties of an object that names some and does not
+        say whether it has others.
 
         None: it says so, or names none. What is under `not` and `if` does not count.
         """
-        negated = [child for node in self.nodes for keyword, child in node.same if keyword in ("not", "if")]
+        negated = [
+            child
+            for node in self.nodes
+            for keyword, child in node.same
+            if keyword in ("not", "if")
+        ]
         left_out = set(map(id, _closure(negated, always=False)))
         described = [node for node in self.naming if id(node) not in left_out]
         if not any("properties" in node.schema for node in described):
@@ -86,8 +108,13 @@ class Origin:
         return Origin(self.graph, described, self.always, described).names()
 
     def values(self, values: list[Any]) -> list[Any]:
-        """Return the values of an `enum` or `const` with the order of properties as sent."""
-        sent = {_key(value): value for node in self.nodes for value in listed(node.schema) or ()}
+        """Return the values of an `enum` or `const` with the order of properties as
+        sent."""
+        sent = {
+            _key(value): value
+            for node in self.nodes
+            for value in listed(node.schema) or ()
+        }
         return [sent.get(_key(value), value) for value in values]
 
     def property(self, name: str) -> Origin:
@@ -95,12 +122,17 @@ class Origin:
         named = self.part("properties", name=name)
         if named.nodes:
             return named
-        return self.part("patternProperties", "additionalProperties", "unevaluatedProperties")
+        return self.part(
+            "patternProperties", "additionalProperties", "unevaluatedProperties"
+        )
 
     def part(self, *keywords: str, name: str | int | None = None) -> Origin:
-        """Return the origin of the subschemas under any of `keywords`; `name`: only of those of this name or index."""
+        """Return the origin of the subschemas under any of `keywords`; `name`: only of
+        those of this name or index."""
         parts: list[Any] = []
-        for value in (node.schema.get(keyword) for node in self.nodes for keyword in keywords):
+        for value in (
+            node.schema.get(keyword) for node in self.nodes for keyword in keywords
+        ):
             match value, name:
                 case list(), None:
                     parts += value
@@ -113,23 +145,37 @@ class Origin:
         return Origin.of(self.graph, list(filter(None, map(self.graph.find, parts))))
 
     def alternative(self, part: Any) -> Origin:
-        """Return the origin of one of several alternatives, which is probably what names the same properties.
+        """Return the origin of one of several alternatives, which is probably what
+        names the same properties.
 
         Args:
-            part: the alternative, in canonical form. These are sorted, and there is one for each combination of several
-                `anyOf`, so its place says nothing.
+            part: the alternative, in canonical form. These are sorted, and there is one
+                for each combination of several `anyOf`, so its place says nothing.
         """
         wanted = _described(part)
         if not wanted or not self._groups:
             return self
-        best = [max(group, key=lambda node: _likeness(node, wanted)) for group in self._groups.values()]
+        best = [
+            max(group, key=lambda node: _likeness(node, wanted))
+            for group in self._groups.values()
+        ]
         kept = {*map(id, (*self.always, *_closure(best, always=False)))}
         nodes = [node for node in self.nodes if id(node) in kept]
-        holding = [node for (_, keyword), node in zip(self._groups, best, strict=True) if keyword in _UNIONS]
+        holding = [
+            node
+            for (_, keyword), node in zip(self._groups, best, strict=True)
+            if keyword in _UNIONS
+        ]
         for (_, keyword), group in self._groups.items():
-            holding += [node for node in group if keyword not in _UNIONS and _said(node, always=False) <= wanted]
+            holding += [
+                node
+                for node in group
+                if keyword not in _UNIONS and _said(node, always=False) <= wanted
+            ]
         named = [*self.always, *_closure(holding, always=False)]
-        return Origin(self.graph, nodes, [*self.always, *_closure(best, always=True)], named)
+        return Origin(
+            self.graph, nodes, [*self.always, *_closure(best, always=True)], named
+        )
 
     @cached_property
     def _groups(self) -> dict[tuple[int, str], list[Node]]:
@@ -177,26 +223,38 @@ def _closure(starts: list[Node], *, always: bool) -> list[Node]:
 
 
 def _likeness(node: Node, wanted: set[Any]) -> int:
-    """Return how much of what is wanted a subschema says, less what it says of every value and is not wanted."""
-    return len(_said(node, always=False) & wanted) - len(_said(node, always=True) - wanted)
+    """Return how much of what is wanted a subschema says, less what it says of every
+    value and is not wanted."""
+    return len(_said(node, always=False) & wanted) - len(
+        _said(node, always=True) - wanted
+    )
 
 
 def _said(node: Node, *, always: bool) -> set[Any]:
-    """Return what a subschema says of properties, with what it applies to the same value. `always`: see `_closure`."""
-    return set[Any]().union(*(_described(inner.schema) for inner in _closure([node], always=always)))
+    """Return what a subschema says of properties, with what it applies to the same
+    value. `always`: see `_closure`."""
+    return set[Any]().union(
+        *(_described(inner.schema) for inner in _closure([node], always=always))
+    )
 
 
 def _described(schema: Any) -> set[Any]:
-    """Return the names of an object's properties, their values if these are listed, and those that it requires."""
+    """Return the names of an object's properties, their values if these are listed, and
+    those that it requires."""
     if isinstance(schema, bool):
         return set()
     properties = _object(schema, "properties")
-    values = {(name, repr(value)) for name, part in properties.items() for value in listed(part) or ()}
+    values = {
+        (name, repr(value))
+        for name, part in properties.items()
+        for value in listed(part) or ()
+    }
     return {*properties, *values, *((name,) for name in schema.get("required", ()))}
 
 
 def _listed_names(schema: JsonObject) -> Iterator[str]:
-    """Yield the names of properties that `schema` lists elsewhere than in `properties`."""
+    """Yield the names of properties that `schema` lists elsewhere than in
+    `properties`."""
     for keyword in ("dependentRequired", "dependencies"):
         for name, needed in _object(schema, keyword).items():
             yield name
@@ -208,7 +266,8 @@ def _listed_names(schema: JsonObject) -> Iterator[str]:
 
 
 def _key(value: Any) -> str:
-    """Return a text that is equal for values that differ only in the order of properties."""
+    """Return a text that is equal for values that differ only in the order of
+    properties."""
     return json.dumps(value, sort_keys=True)
 
 

@@ -1,7 +1,9 @@
-"""The strings of a JSON Schema as patterns: those that a subschema allows, or does not, and their JSON text.
+"""The strings of a JSON Schema as patterns: those that a subschema allows, or does not,
+and their JSON text.
 
-A pattern describes the string, a grammar its JSON text between quotes, where `"`, `\\` and control characters are
-escaped. So a pattern is parsed, and its characters are written as in JSON.
+A pattern describes the string, a grammar its JSON text between quotes, where `"`, `\\`
+and control characters are escaped. So a pattern is parsed, and its characters are
+written as in JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +38,15 @@ from guided.regex.tree import (
 from guided.schema.formats import FORMATS
 from guided.schema.keywords import Schema, as_object, listed, types_of
 
-_ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
+_ESCAPED = {
+    '"': '\\"',
+    "\\": "\\\\",
+    "\n": "\\n",
+    "\t": "\\t",
+    "\r": "\\r",
+    "\b": "\\b",
+    "\f": "\\f",
+}
 _ANY = repeat(Chars(UNIVERSE), 0, None)
 _BLANKS = points(b"\t\n\r ")
 _SPACES = points(code for code in range(0x3001) if chr(code).isspace())
@@ -45,12 +55,14 @@ _MAX_NAME = 64
 _END = "end"
 """The key of a trie's node where a name ends; a character has length 1."""
 PLAIN = complement(points([*range(0x20), *b'"\\\x7f']))
-"""Characters that are not escaped in JSON strings (without DEL, which some libraries escape)."""
+"""Characters that are not escaped in JSON strings (without DEL, which some libraries
+escape)."""
 
 
 @lru_cache(maxsize=16)
 def whitespace(pattern: str) -> str:
-    """Return a regex for the whitespace between JSON tokens, without what JSON does not allow there. Empty for none.
+    """Return a regex for the whitespace between JSON tokens, without what JSON does not
+    allow there. Empty for none.
 
     Raises:
         InvalidConstraint: nothing is left of a part of the pattern, or as `parse` does.
@@ -67,7 +79,8 @@ def whitespace(pattern: str) -> str:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return whether `text` contains a match of `pattern`. Raises as `parse_search` does."""
+    """Return whether `text` contains a match of `pattern`. Raises as `parse_search`
+    does."""
     return _compiled(pattern).fullmatch(text) is not None
 
 
@@ -80,8 +93,8 @@ def in_json(node: Node, *, escapes: bool) -> Node:
     """Return `node` as JSON text between quotes.
 
     Args:
-        escapes: write characters that need it with their short escapes. Without it they are excluded, so the result
-            matches less.
+        escapes: write characters that need it with their short escapes. Without it they
+            are excluded, so the result matches less.
 
     Raises:
         UnsupportedConstraint: nothing is left without the excluded characters.
@@ -96,14 +109,17 @@ def in_json(node: Node, *, escapes: bool) -> Node:
             if escapes and intersection(chars.ranges, points([ord(character)])):
                 options.append(literal(escape))
         if not options:
-            raise UnsupportedConstraint("the pattern needs a character that is escaped in JSON strings")
+            raise UnsupportedConstraint(
+                "the pattern needs a character that is escaped in JSON strings"
+            )
         return choice(options)
 
     return map_chars(node, spelled)
 
 
 def is_empty(schema: JsonObject) -> bool:
-    """Return whether a schema has a pattern of which all matches are shorter or longer than the schema allows."""
+    """Return whether a schema has a pattern of which all matches are shorter or longer
+    than the schema allows."""
     if schema.get("type") != "string" or "pattern" not in schema:
         return False
     try:
@@ -118,7 +134,8 @@ def is_empty(schema: JsonObject) -> bool:
 def fit(node: Node, least: int, most: int | None) -> Node:
     """Restrict `node` to `least` to `most` characters.
 
-    This is possible if the lengths have no effect, or if only one repetition of a fixed length varies the length.
+    This is possible if the lengths have no effect, or if only one repetition of a fixed
+    length varies the length.
 
     Raises:
         UnsupportedConstraint: not possible, or no match has such a length.
@@ -136,12 +153,16 @@ def fit(node: Node, least: int, most: int | None) -> Node:
             fixed = low - item.low * size
             fewest = max(item.low, -((fixed - least) // size))
             highest = item.high
-            if most is not None and (highest is None or (most - fixed) // size < highest):
+            if most is not None and (
+                highest is None or (most - fixed) // size < highest
+            ):
                 highest = (most - fixed) // size
             if highest is None or fewest <= highest:
                 items[loose[0]] = repeat(item.item, fewest, highest)
                 return sequence(items)
-    raise UnsupportedConstraint("a pattern together with minLength or maxLength that it doesn't imply")
+    raise UnsupportedConstraint(
+        "a pattern together with minLength or maxLength that it doesn't imply"
+    )
 
 
 def pattern_of(schema: Schema) -> str:
@@ -155,7 +176,8 @@ def pattern_of(schema: Schema) -> str:
 
 
 def complement_of(schema: Schema) -> str:
-    """Return a pattern for the strings that do not satisfy `schema`. Raises as `pattern_of` does."""
+    """Return a pattern for the strings that do not satisfy `schema`. Raises as
+    `pattern_of` does."""
     try:
         return _whole(_complement(_strings(schema, exact=True)))
     except RecursionError:
@@ -163,16 +185,21 @@ def complement_of(schema: Schema) -> str:
 
 
 def without(pattern: str, names: Iterable[str]) -> str:
-    """Return a pattern for the strings that contain a match of `pattern` and are not in `names`. Raises as above."""
+    """Return a pattern for the strings that contain a match of `pattern` and are not in
+    `names`. Raises as above."""
     listed = automaton.of(choice(map(literal, names)))
-    return _whole(automaton.texts(automaton.of(parse_search(pattern)).difference(listed)))
+    return _whole(
+        automaton.texts(automaton.of(parse_search(pattern)).difference(listed))
+    )
 
 
 def other_names(names: Iterable[str]) -> Node:
-    """Return the names of properties that are not one of `names`, also not in other case or with blanks around it.
+    """Return the names of properties that are not one of `names`, also not in other
+    case or with blanks around it.
 
-    A model that comes to a property too late, out of the schema's order, would otherwise write `"name "` for `"name"`.
-    No name begins with a blank, and none continues the first `_MAX_NAME` characters of a longer one of `names`.
+    A model that comes to a property too late, out of the schema's order, would
+    otherwise write `"name "` for `"name"`. No name begins with a blank, and none
+    continues the first `_MAX_NAME` characters of a longer one of `names`.
     """
     trie: dict[str, Any] = {}
     for name in names:
@@ -187,7 +214,9 @@ def _beside(trie: dict[str, Any], *, is_first: bool = False) -> Node:
     """Return the rest of a name after a beginning of one of the names in a trie."""
     if trie.get(_END):
         return Chars(())
-    children = {character: branch for character, branch in trie.items() if character != _END}
+    children = {
+        character: branch for character, branch in trie.items() if character != _END
+    }
     excluded = points(code for character in children for code in _cases(character))
     is_name = _END in trie
     if is_name or is_first:
@@ -219,10 +248,14 @@ def _strings(schema: Schema, *, exact: bool = False) -> Node:
     """Return the strings that satisfy `schema`. `exact`: all of them, or refuse."""
     if schema is not False and "string" in types_of(schema):
         schema = as_object(schema)
-        literals = [literal(value) for value in listed(schema) or () if isinstance(value, str)]
+        literals = [
+            literal(value) for value in listed(schema) or () if isinstance(value, str)
+        ]
         if literals:
             return choice(literals)
-        if "format" in schema and "pattern" not in schema and not exact:  # our patterns match fewer strings
+        if (
+            "format" in schema and "pattern" not in schema and not exact
+        ):  # our patterns match fewer strings
             schema["pattern"] = FORMATS[schema.pop("format")]
         if schema.keys() == {"anyOf"}:
             return choice(_strings(part, exact=exact) for part in schema["anyOf"])

@@ -1,4 +1,5 @@
-"""`jsonschema-rs`: the drafts of JSON Schema, what a meta-schema refuses, and the validation of a whole output."""
+"""`jsonschema-rs`: the drafts of JSON Schema, what a meta-schema refuses, and the
+validation of a whole output."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ from guided.errors import ConstraintNotMet, bounded
 from guided.json_text import JsonObject
 from guided.schema.keywords import Schema, as_object, pointer
 
-PATTERNS = jsonschema_rs.FancyRegexOptions(backtrack_limit=1_000_000, size_limit=10 << 20)
+PATTERNS = jsonschema_rs.FancyRegexOptions(
+    backtrack_limit=1_000_000, size_limit=10 << 20
+)
 """Limits of the engine for patterns."""
 _MAX_REASON = 200
-"""Number of characters that are kept of a message of the library. Its end says the reason."""
+"""Number of characters that are kept of a message of the library. Its end says the
+reason."""
 _NONZERO = re.compile(r"[-0.]*[1-9]")
 _DRAFTS = {
     "draft-04": "http://json-schema.org/draft-04/schema#",
@@ -27,18 +31,24 @@ _DRAFTS = {
     "2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
 TUPLES = _DRAFTS["2019-09"]
-"""The last draft where `items` may be a list. It reads everything else as 2020-12 does."""
+"""The last draft where `items` may be a list. It reads everything else as 2020-12
+does."""
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
 
 def draft_of(document: JsonObject) -> str:
-    """Return the identifier of the draft that `$schema` names; that of 2020-12 if it names no known one."""
+    """Return the identifier of the draft that `$schema` names; that of 2020-12 if it
+    names no known one."""
     named = str(document.get("$schema", ""))
-    return next((uri for version, uri in _DRAFTS.items() if version in named), _DRAFTS["2020-12"])
+    return next(
+        (uri for version, uri in _DRAFTS.items() if version in named),
+        _DRAFTS["2020-12"],
+    )
 
 
 def fault(document: JsonObject, draft: str) -> tuple[str, list[str | int]] | None:
-    """Return what the draft's meta-schema refuses in a schema, and the path to it; None if it is valid."""
+    """Return what the draft's meta-schema refuses in a schema, and the path to it; None
+    if it is valid."""
     try:
         jsonschema_rs.meta.validate({**document, "$schema": draft})
     except jsonschema_rs.ValidationError as failure:
@@ -48,13 +58,20 @@ def fault(document: JsonObject, draft: str) -> tuple[str, list[str | int]] | Non
         if keyword == "type":
             return _type_fault(error.instance), path
         if keyword == "items" and isinstance(error.instance, list):
-            return "'items' is no list since 2020-12: a tuple is 'prefixItems', or '$schema' names an older draft", path
-        return f"{keyword!r} is not valid: {bounded(error.message[-_MAX_REASON:])}", path
+            return (
+                "'items' is no list since 2020-12: a tuple is 'prefixItems', or '$schema' names an older draft",
+                path,
+            )
+        return (
+            f"{keyword!r} is not valid: {bounded(error.message[-_MAX_REASON:])}",
+            path,
+        )
     return None
 
 
 def _innermost(error: jsonschema_rs.ValidationError) -> jsonschema_rs.ValidationError:
-    """Return the error in the alternative that goes deepest: `items` is a schema or a list of them before 2020-12."""
+    """Return the error in the alternative that goes deepest: `items` is a schema or a
+    list of them before 2020-12."""
     parts = [part for branch in getattr(error.kind, "context", ()) for part in branch]
     inner = max(parts, key=lambda part: len(part.instance_path), default=error)
     if len(inner.instance_path) > len(error.instance_path):
@@ -73,20 +90,26 @@ def _type_fault(named: Any) -> str:
 
 
 def finite(text: str) -> float:
-    """Read a number. Raises ValueError for one that is read as infinite or as zero: a reader may be more exact."""
+    """Read a number. Raises ValueError for one that is read as infinite or as zero: a
+    reader may be more exact."""
     number = float(text)
     if math.isinf(number) or (number == 0 and _NONZERO.match(text)):
-        raise ValueError(f"the number {bounded(text, 40)} is out of the range of doubles")
+        raise ValueError(
+            f"the number {bounded(text, 40)} is out of the range of doubles"
+        )
     return number
 
 
 def not_validated(failure: Exception) -> ConstraintNotMet:
     """Return the error for an output that can't be read, or not be validated."""
-    return ConstraintNotMet(f"the output could not be validated: {bounded(failure)}", param="json_schema")
+    return ConstraintNotMet(
+        f"the output could not be validated: {bounded(failure)}", param="json_schema"
+    )
 
 
 class Validator:
-    """Validates JSON values. It fetches nothing: references out of the document are refused.
+    """Validates JSON values. It fetches nothing: references out of the document are
+    refused.
 
     Raises:
         ValueError: the library does not take the schema.
@@ -100,7 +123,8 @@ class Validator:
         )
 
     def errors(self, document: Any) -> Iterator[jsonschema_rs.ValidationError]:
-        """Iterate over all errors. Raises ValueError or RecursionError for what cannot be validated."""
+        """Iterate over all errors. Raises ValueError or RecursionError for what cannot
+        be validated."""
         return iter(self._native.iter_errors(document))
 
     def violation(self, document: Any) -> ConstraintNotMet | None:

@@ -1,9 +1,12 @@
-"""Structural tags: free text with constrained parts, in the format that vLLM and xgrammar publish.
+"""Structural tags: free text with constrained parts, in the format that vLLM and
+xgrammar publish.
 
-msgspec checks the shape of a structural tag. `parse` reduces the formats to eight kinds of nodes, which `guided/tags/`
-lowers for each library. Contents (schemas, regexes, grammars) are checked in `guided/constraint.py`.
+msgspec checks the shape of a structural tag. `parse` reduces the formats to eight kinds
+of nodes, which `guided/tags/` lowers for each library. Contents (schemas, regexes,
+grammars) are checked in `guided/constraint.py`.
 
-Free text ends at the first occurrence of a literal that can follow it: a trigger, or an end tag.
+Free text ends at the first occurrence of a literal that can follow it: a trigger, or an
+end tag.
 """
 
 from __future__ import annotations
@@ -43,13 +46,15 @@ Mark = Text | Token
 
 
 class Content(Struct, frozen=True):
-    """An output of another constraint, the content. `pointer` is the place of `value` in the structural tag."""
+    """An output of another constraint, the content. `pointer` is the place of `value`
+    in the structural tag."""
 
     kind: ContentKind
     value: Any
     pointer: str
     style: str = "json"
-    """The style of a function's arguments: `json`, or a name in `guided/tags/styles.py`."""
+    """The style of a function's arguments: `json`, or a name in
+    `guided/tags/styles.py`."""
     excludes: tuple[str, ...] = ()
     """Strings that texts must not contain, in styles other than `json`."""
 
@@ -93,7 +98,8 @@ class Times(Struct, frozen=True):
 
 
 class Dispatch(Struct, frozen=True):
-    """Free text up to a trigger, then the node of the trigger; repeated with `loop`. Free text alone is valid."""
+    """Free text up to a trigger, then the node of the trigger; repeated with `loop`.
+    Free text alone is valid."""
 
     rules: tuple[tuple[Mark, Node], ...]
     loop: bool
@@ -103,18 +109,25 @@ class Dispatch(Struct, frozen=True):
 Node = Mark | Content | FreeText | Series | Either | Times | Dispatch
 
 
-def parse(tag: JsonObject, param: str, expand: Callable[[Content], Node] | None = None) -> Node:
-    """Check the shape of a structural tag, and return its nodes. `expand` replaces contents in styles other than JSON.
+def parse(
+    tag: JsonObject, param: str, expand: Callable[[Content], Node] | None = None
+) -> Node:
+    """Check the shape of a structural tag, and return its nodes. `expand` replaces
+    contents in styles other than JSON.
 
     Raises:
-        InvalidConstraint: a field is missing, unknown, or has a wrong value; or a tag can never be produced.
+        InvalidConstraint: a field is missing, unknown, or has a wrong value; or a tag
+            can never be produced.
         ConstraintTooLarge: the tag exceeds a limit.
     """
-    return _NodeBuilder(param, expand).node(_convert(tag, _Document, "", param).format, "/format", 0)
+    return _NodeBuilder(param, expand).node(
+        _convert(tag, _Document, "", param).format, "/format", 0
+    )
 
 
 def read(tag: JsonObject | str, param: str) -> Any:
-    """Read a structural tag from an object or JSON text, in the form with `format` or in vLLM's older form.
+    """Read a structural tag from an object or JSON text, in the form with `format` or
+    in vLLM's older form.
 
     Raises the errors of `parse`.
     """
@@ -124,17 +137,27 @@ def read(tag: JsonObject | str, param: str) -> Any:
         if isinstance(tag, str):
             document = loads(tag, max_values=LIMITS.max_values, max_nesting=nesting)
     except JsonTooLarge as error:
-        raise ConstraintTooLarge(f"the structural tag is over a limit: {error}", param=param) from None
+        raise ConstraintTooLarge(
+            f"the structural tag is over a limit: {error}", param=param
+        ) from None
     except JsonError as error:
-        raise InvalidConstraint(f"the structural tag is not JSON: {error}", param=param) from None
+        raise InvalidConstraint(
+            f"the structural tag is not JSON: {error}", param=param
+        ) from None
     if not (isinstance(document, Mapping) and "structures" in document):
         return document
     older = _convert(document, _Older, "", param)
     tags = [
-        {"begin": part.begin, "content": {"type": "json_schema", "json_schema": part.schema}, "end": part.end}
+        {
+            "begin": part.begin,
+            "content": {"type": "json_schema", "json_schema": part.schema},
+            "end": part.end,
+        }
         for part in older.structures
     ]
-    return {"format": {"type": "triggered_tags", "triggers": older.triggers, "tags": tags}}
+    return {
+        "format": {"type": "triggered_tags", "triggers": older.triggers, "tags": tags}
+    }
 
 
 def parts(node: Node) -> Sequence[Node]:
@@ -162,7 +185,8 @@ def contents(node: Node) -> list[Content]:
 
 
 def ends(node: Node) -> Iterator[Node]:
-    """Yield the nodes (literals, contents, free text, dispatches) with which an output of `node` can end."""
+    """Yield the nodes (literals, contents, free text, dispatches) with which an output
+    of `node` can end."""
     match node:
         case Series(items):
             inside: Sequence[Node] = [item for item in items if item != Text("")][-1:]
@@ -177,7 +201,8 @@ def ends(node: Node) -> Iterator[Node]:
 
 @contextmanager
 def located(content: Content, param: str) -> Iterator[None]:
-    """Make errors about a content point to the content's place in the structural tag."""
+    """Make errors about a content point to the content's place in the structural
+    tag."""
     try:
         yield
     except InvalidConstraint as error:
@@ -186,7 +211,9 @@ def located(content: Content, param: str) -> Iterator[None]:
         raise
 
 
-_Literal = Annotated[str, Meta(pattern=r"^[^\x00]*$")]  # no backend can take a NUL character
+_Literal = Annotated[
+    str, Meta(pattern=r"^[^\x00]*$")
+]  # no backend can take a NUL character
 _Trigger = Annotated[str, Meta(pattern=r"^[^\x00]+$")]
 _TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _AtLeastOne = Meta(min_length=1)
@@ -196,7 +223,8 @@ _Tags = Annotated[list["_TagForm"], _AtLeastOne]
 
 
 class _Form(Struct, tag_field="type", forbid_unknown_fields=True):
-    """A format of `xgrammar.structural_tag`; its `type` is the tag of the class. Inner formats have the type `Any`."""
+    """A format of `xgrammar.structural_tag`; its `type` is the tag of the class. Inner
+    formats have the type `Any`."""
 
 
 class _TokenForm(_Form, tag="token"):
@@ -215,7 +243,9 @@ class _TagForm(_Form, tag="tag"):
 class _JsonSchemaForm(_Form, tag="json_schema"):
     json_schema: Any
     style: str = "json"
-    any_order: bool = False  # the enforced order, that of the schema, is valid in both cases
+    any_order: bool = (
+        False  # the enforced order, that of the schema, is valid in both cases
+    )
     max_whitespace_cnt: None = None
     excludes: _Excludes = []
 
@@ -272,7 +302,9 @@ class _TokenTriggeredTagsForm(_Form, tag="token_triggered_tags"):
     tags: _Tags
     at_least_one: bool = False
     stop_after_first: bool = False
-    exclude_tokens: Annotated[list[Any], Meta(max_length=0)] = []  # xgrammar's option is not supported
+    exclude_tokens: Annotated[
+        list[Any], Meta(max_length=0)
+    ] = []  # xgrammar's option is not supported
 
 
 class _TagsWithSeparatorForm(_Form, tag="tags_with_separator"):
@@ -327,12 +359,14 @@ class _Older(Struct, forbid_unknown_fields=True):
 
 _Format: Any = Union[*_Form.__subclasses__()]
 _MAX_COMPARED = 10**8
-"""Maximum number of characters in which triggers are searched, which takes half a second if triggers begin alike."""
+"""Maximum number of characters in which triggers are searched, which takes half a
+second if triggers begin alike."""
 
 
 @dataclass
 class _NodeBuilder:
-    """Converts formats to nodes, for one call of `parse`. The argument `at` is the JSON pointer of a format."""
+    """Converts formats to nodes, for one call of `parse`. The argument `at` is the JSON
+    pointer of a format."""
 
     _param: str
     _expand: Callable[[Content], Node] | None
@@ -363,7 +397,9 @@ class _NodeBuilder:
             case _TokenForm():
                 return Token(form.token)
             case _SequenceForm():
-                return Series(tuple(self._nodes(form.elements, f"{at}/elements", depth)))
+                return Series(
+                    tuple(self._nodes(form.elements, f"{at}/elements", depth))
+                )
             case _OrForm():
                 return self._either(self._nodes(form.elements, f"{at}/elements", depth))
             case _TagForm():
@@ -385,9 +421,12 @@ class _NodeBuilder:
         raise AssertionError(f"{type(form).__name__} is no format")
 
     def _times(self, content: Any, low: int, high: int, at: str, depth: int) -> Node:
-        """Return the content, repeated `low` to `high` times. A `high` of -1 is unbounded."""
+        """Return the content, repeated `low` to `high` times. A `high` of -1 is
+        unbounded."""
         if -1 < high < low:
-            raise self._invalid("min and max are no range; max may be -1 for unbounded", at)
+            raise self._invalid(
+                "min and max are no range; max may be -1 for unbounded", at
+            )
         if max(low, high) > LIMITS.max_repetition:
             message = f"the limit of repetitions is {LIMITS.max_repetition}"
             raise ConstraintTooLarge(message, param=self._param, pointer=at)
@@ -396,12 +435,21 @@ class _NodeBuilder:
             return Times(item, low, None)
         return Times(item, low, high)
 
-    def _separated_tags(self, form: _TagsWithSeparatorForm, at: str, depth: int) -> Node:
+    def _separated_tags(
+        self, form: _TagsWithSeparatorForm, at: str, depth: int
+    ) -> Node:
         tags = enumerate(form.tags)
-        option = self._either([Series(self._tag(tag, f"{at}/tags/{index}", depth + 1)) for index, tag in tags])
+        option = self._either(
+            [
+                Series(self._tag(tag, f"{at}/tags/{index}", depth + 1))
+                for index, tag in tags
+            ]
+        )
         several = option
         if not form.stop_after_first:
-            several = Series((option, Times(Series((Text(form.separator), option)), 0, None)))
+            several = Series(
+                (option, Times(Series((Text(form.separator), option)), 0, None))
+            )
         if form.at_least_one:
             return several
         return Times(several, 0, 1)
@@ -412,21 +460,34 @@ class _NodeBuilder:
             (Text(trigger), self.node(rule, f"{at}/rules/{index}/1", depth + 1))
             for index, (trigger, rule) in enumerate(form.rules)
         ]
-        return self._checked(Dispatch(tuple(rules), form.loop, self._distinct(form.excludes)), at)
+        return self._checked(
+            Dispatch(tuple(rules), form.loop, self._distinct(form.excludes)), at
+        )
 
     def _schema(self, form: _JsonSchemaForm, at: str) -> Node:
         if form.style not in ("json", *STYLES):
-            raise self._invalid(f"there is no style {bounded(form.style, 60)!r}: {', '.join(STYLES)}", f"{at}/style")
+            raise self._invalid(
+                f"there is no style {bounded(form.style, 60)!r}: {', '.join(STYLES)}",
+                f"{at}/style",
+            )
         if form.excludes and form.style == "json":
-            raise self._invalid("excludes is for the texts of arguments in another style than json", f"{at}/excludes")
+            raise self._invalid(
+                "excludes is for the texts of arguments in another style than json",
+                f"{at}/excludes",
+            )
         excludes = self._distinct(form.excludes)
-        content = Content("json_schema", form.json_schema, f"{at}/json_schema", form.style, excludes)
+        content = Content(
+            "json_schema", form.json_schema, f"{at}/json_schema", form.style, excludes
+        )
         if form.style == "json" or self._expand is None:
             return content
         return self._expand(content)
 
     def _nodes(self, values: Sequence[Any], at: str, depth: int) -> list[Node]:
-        return [self.node(value, f"{at}/{index}", depth + 1) for index, value in enumerate(values)]
+        return [
+            self.node(value, f"{at}/{index}", depth + 1)
+            for index, value in enumerate(values)
+        ]
 
     def _tag(self, tag: _TagForm, at: str, depth: int) -> tuple[Mark, Node]:
         """Return the begin of a tag, and the node of its content and end."""
@@ -438,8 +499,13 @@ class _NodeBuilder:
             content = Series((content, self._either([_mark(end) for end in ends])))
         return _mark(tag.begin), content
 
-    def _triggered_tags(self, form: _TriggeredTagsForm | _TokenTriggeredTagsForm, at: str, depth: int) -> Node:
-        tags = [self._tag(tag, f"{at}/tags/{index}", depth + 1) for index, tag in enumerate(form.tags)]
+    def _triggered_tags(
+        self, form: _TriggeredTagsForm | _TokenTriggeredTagsForm, at: str, depth: int
+    ) -> Node:
+        tags = [
+            self._tag(tag, f"{at}/tags/{index}", depth + 1)
+            for index, tag in enumerate(form.tags)
+        ]
         rules: dict[Mark, list[Node]] = {}
         excludes: tuple[str, ...] = ()
         if isinstance(form, _TriggeredTagsForm):
@@ -455,10 +521,16 @@ class _NodeBuilder:
                     options.append(Series((left, rest)))
                     break
             else:
-                message = "the tag never can be produced: no trigger is a prefix of its begin"
+                message = (
+                    "the tag never can be produced: no trigger is a prefix of its begin"
+                )
                 raise self._invalid(message, f"{at}/tags/{index}/begin")
-        begun = tuple((trigger, self._either(options)) for trigger, options in rules.items())
-        dispatch = self._checked(Dispatch(begun, not form.stop_after_first, excludes), at)
+        begun = tuple(
+            (trigger, self._either(options)) for trigger, options in rules.items()
+        )
+        dispatch = self._checked(
+            Dispatch(begun, not form.stop_after_first, excludes), at
+        )
         if not form.at_least_one:
             return dispatch
         first = self._either([Series((begin, rest)) for begin, rest in tags])
@@ -467,10 +539,15 @@ class _NodeBuilder:
         return Series((first, dispatch))
 
     def _checked(self, dispatch: Dispatch, at: str) -> Dispatch:
-        """Check that each trigger of `dispatch` can occur, and that a tag begins with it."""
-        triggers = [trigger.text for trigger, _ in dispatch.rules if isinstance(trigger, Text)]
+        """Check that each trigger of `dispatch` can occur, and that a tag begins with
+        it."""
+        triggers = [
+            trigger.text for trigger, _ in dispatch.rules if isinstance(trigger, Text)
+        ]
         if len(triggers) * sum(map(len, triggers)) > _MAX_COMPARED:
-            message = "the triggers are too long, or too many: each is searched in all others"
+            message = (
+                "the triggers are too long, or too many: each is searched in all others"
+            )
             raise ConstraintTooLarge(message, param=self._param, pointer=at)
         for whole, part in permutations(triggers, 2):
             if part in whole:
@@ -479,7 +556,9 @@ class _NodeBuilder:
         for trigger, rest in dispatch.rules:
             if rest == Either(()):
                 [shown] = msgspec.structs.astuple(trigger)
-                raise self._invalid(f"no tag begins with the trigger {bounded(shown, 60)!r}", at)
+                raise self._invalid(
+                    f"no tag begins with the trigger {bounded(shown, 60)!r}", at
+                )
         return dispatch
 
     def _distinct(self, excludes: Sequence[str]) -> tuple[str, ...]:
@@ -522,9 +601,14 @@ def _mark(mark: str | _TokenForm) -> Mark:
 
 
 def _after(begin: Mark, trigger: Mark) -> Text | None:
-    """Return the text of `begin` after `trigger`, or None if `begin` does not start with it."""
+    """Return the text of `begin` after `trigger`, or None if `begin` does not start
+    with it."""
     if begin == trigger:
         return Text("")
-    if isinstance(begin, Text) and isinstance(trigger, Text) and begin.text.startswith(trigger.text):
+    if (
+        isinstance(begin, Text)
+        and isinstance(trigger, Text)
+        and begin.text.startswith(trigger.text)
+    ):
         return Text(begin.text.removeprefix(trigger.text))
     return None

@@ -1,6 +1,8 @@
-"""The styles in which families of models write the arguments of function calls as elements instead of JSON.
+"""The styles in which families of models write the arguments of function calls as
+elements instead of JSON.
 
-Each argument is an element, which looks like an XML element or like an entry of the list `name:value,name:value`.
+Each argument is an element, which looks like an XML element or like an entry of the
+list `name:value,name:value`.
 """
 
 from __future__ import annotations
@@ -26,27 +28,32 @@ KIND = "{kind}"
 
 @dataclass(frozen=True)
 class ElementStyle:
-    """The text of an element: `begin`, the value, `end`. In both texts, `{name}` stands for the property's name."""
+    """The text of an element: `begin`, the value, `end`. In both texts, `{name}` stands
+    for the property's name."""
 
     begin: str
-    """Text before the value. `{kind}` stands for one of `kinds`. If `begin` ends with a line break, the value is also
-    followed by one."""
+    """Text before the value. `{kind}` stands for one of `kinds`. If `begin` ends with a
+    line break, the value is also followed by one."""
     end: str
-    """Text after the value. `{kind}` stands for the kind in `begin`, or for the bracket that closes it."""
+    """Text after the value. `{kind}` stands for the kind in `begin`, or for the bracket
+    that closes it."""
     kinds: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": TYPES})
     """Text of `{kind}` -> the types of the value."""
     item: str = ""
-    """The text before an item of an array. Empty: objects and arrays are written as JSON."""
+    """The text before an item of an array. Empty: objects and arrays are written as
+    JSON."""
     names: str = FREE_NAME
     """Regex of the name of an element."""
     separator: str = ""
     """Text between the elements of a list. Empty: the elements look like XML."""
     has_json_strings: bool = False
-    """Whether strings are written as in JSON, or as plain text up to the end of the element."""
+    """Whether strings are written as in JSON, or as plain text up to the end of the
+    element."""
 
     @property
     def new_names(self) -> str:
-        """Regex of names that the schema does not list. They contain no `&`, because parsers would decode `&amp;`."""
+        """Regex of names that the schema does not list. They contain no `&`, because
+        parsers would decode `&amp;`."""
         return self.names.replace('"', '"&')
 
     @cached_property
@@ -54,7 +61,11 @@ class ElementStyle:
         """The compiled regex of `begin`, or `item`, with any whitespace before it."""
         import regex  # the process of a mask worker does not need it
 
-        return regex.compile(r"\s*(?:" + "|".join(map(_pattern, filter(None, (self.begin, self.item)))) + ")")
+        return regex.compile(
+            r"\s*(?:"
+            + "|".join(map(_pattern, filter(None, (self.begin, self.item))))
+            + ")"
+        )
 
     @cached_property
     def end_pattern(self) -> Any:
@@ -82,10 +93,14 @@ STYLES = {
     "minimax_xml": ElementStyle('<parameter name="{name}">', "</parameter>\n"),
     "glm_xml": ElementStyle("<arg_key>{name}</arg_key><arg_value>", "</arg_value>"),
     "deepseek_xml": ElementStyle(
-        '<\uff5cDSML\uff5cparameter name="{name}" string="{kind}">', "</\uff5cDSML\uff5cparameter>\n", _DSML
+        '<\uff5cDSML\uff5cparameter name="{name}" string="{kind}">',
+        "</\uff5cDSML\uff5cparameter>\n",
+        _DSML,
     ),
     "deepseek_v4_1_xml": ElementStyle(
-        '<\uff5cDSML\uff5c parameter name="{name}" string="{kind}">', "</\uff5cDSML\uff5c parameter>\n", _DSML
+        '<\uff5cDSML\uff5c parameter name="{name}" string="{kind}">',
+        "</\uff5cDSML\uff5c parameter>\n",
+        _DSML,
     ),
     "kimi_k3_xml": ElementStyle(
         '<|open|>argument key="{name}" type="{kind}"<|sep|>',
@@ -98,7 +113,9 @@ STYLES = {
         {"raw": ("string",), "json": SCALARS, "dict": ("object",), "list": ("array",)},
         item='<cofl:value type="{kind}">',
     ),
-    "minimax_m3_xml": ElementStyle("]<]minimax[>[<{name}>", "]<]minimax[>[</{name}>", item="]<]minimax[>[<item>"),
+    "minimax_m3_xml": ElementStyle(
+        "]<]minimax[>[<{name}>", "]<]minimax[>[</{name}>", item="]<]minimax[>[<item>"
+    ),
     "gemma": ElementStyle(
         "{name}:{kind}",
         "{kind}",
@@ -107,7 +124,9 @@ STYLES = {
         names=LIST_NAME,
         separator=",",
     ),
-    "python": ElementStyle("{name}=", "", names=LIST_NAME, separator=", ", has_json_strings=True),
+    "python": ElementStyle(
+        "{name}=", "", names=LIST_NAME, separator=", ", has_json_strings=True
+    ),
 }
-"""Name -> style. The styles are those of xgrammar, `mimo_xml` (`qwen_xml` without line breaks), `gemma`, and `python`
-(calls in Python's syntax with values in JSON)."""
+"""Name -> style. The styles are those of xgrammar, `mimo_xml` (`qwen_xml` without line
+breaks), `gemma`, and `python` (calls in Python's syntax with values in JSON)."""

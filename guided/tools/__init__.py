@@ -1,1 +1,2 @@
-"""Tool calls and thinking phases: how each family of models writes them, and the parser of such outputs."""
+"""Tool calls and thinking phases: how each family of models writes them, and the parser
+of such outputs."""

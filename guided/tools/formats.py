@@ -1,8 +1,9 @@
 """The formats in which families of models write function calls and thoughts.
 
-Most formats of calls are taken from the structural tags that `xgrammar` builds for the families. The other formats are
-written here. Both the structural tag that enforces a format (`calls_format`, `answer_format`) and the parser that reads
-the output (`guided/tools/output_parser.py`) are made from these descriptions.
+Most formats of calls are taken from the structural tags that `xgrammar` builds for the
+families. The other formats are written here. Both the structural tag that enforces a
+format (`calls_format`, `answer_format`) and the parser that reads the output
+(`guided/tools/output_parser.py`) are made from these descriptions.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ NUMBER = "{number}"
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The text of function calls: `opening`, then calls with `separator` between them, then `closing`.
+    """The text of function calls: `opening`, then calls with `separator` between them,
+    then `closing`.
 
-    Without `separator`, each call is independent, and free text may stand between calls.
+    Without `separator`, each call is independent, and free text may stand between
+    calls.
     """
 
     marks: Sequence[str]
     """Texts that all occur in the chat templates of the family."""
     family: str = ""
-    """`xgrammar`'s name of the family. `tool_format` takes missing texts from its structural tag."""
+    """`xgrammar`'s name of the family. `tool_format` takes missing texts from its
+    structural tag."""
     call: tuple[str, str] = ("", "")
-    """The texts of a call before and after its arguments. `{name}` stands for the function's name, `{number}` for any
-    number."""
+    """The texts of a call before and after its arguments. `{name}` stands for the
+    function's name, `{number}` for any number."""
     trigger: str = ""
     """The first characters of any call. They never occur in free text."""
     opening: str = ""
@@ -43,7 +47,8 @@ class ToolFormat:
     gap: str = "\n"
     """Text between successive calls of a format without `separator`."""
     id_length: int = 29
-    """Number of characters of a call's id ("call_" and 24 digits). Mistral's templates require 9."""
+    """Number of characters of a call's id ("call_" and 24 digits). Mistral's templates
+    require 9."""
     parallel: bool = True
     """Whether a turn of the model may have several calls."""
     style: str = "json"
@@ -51,22 +56,25 @@ class ToolFormat:
     variants: Sequence[str] = ()
     """Alternative texts of a call before its arguments."""
     pattern: str = ""
-    """Regex of the text before the arguments, with `{name}`, for calls that models write without a mask. It begins with
-    the trigger. Empty: the text of `call`, with any whitespace."""
+    """Regex of the text before the arguments, with `{name}`, for calls that models
+    write without a mask. It begins with the trigger. Empty: the text of `call`, with
+    any whitespace."""
     preamble: tuple[str, str] | None = None
     """The text before and after a message to the user that may stand before a call."""
     finish: str = ""
     """The text at the end of an answer without calls."""
     answer: str = ""
-    """Regex of an answer without calls, if calls stand only at the beginning of an answer. Such an answer begins with
-    no mark of calls or thoughts. Empty: any text."""
+    """Regex of an answer without calls, if calls stand only at the beginning of an
+    answer. Such an answer begins with no mark of calls or thoughts. Empty: any text."""
     around: tuple[str, str] = ("", "")
-    """Regexes of text that models write without a mask before and after calls. The parser drops this text."""
+    """Regexes of text that models write without a mask before and after calls. The
+    parser drops this text."""
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The text of a thinking phase: `begin`, the thoughts, `end`, and `answer` before the answer."""
+    """The text of a thinking phase: `begin`, the thoughts, `end`, and `answer` before
+    the answer."""
 
     begin: str
     end: str
@@ -92,8 +100,13 @@ _CHANNEL = r"(?:<\|channel\|>(?:commentary|analysis))?"
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "harmony": ToolFormat(
-        call=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""),
-        variants=(" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",),
+        call=(
+            "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+            "",
+        ),
+        variants=(
+            " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
+        ),
         pattern=rf"{_CHANNEL}\s*to=functions\.{{name}}{_CHANNEL}\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",
         trigger="<|channel|>commentary to=functions.",
         marks=("<|channel|>", "functions"),
@@ -175,9 +188,10 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         around=("", r"<\|python_end\|>"),
     ),
 }
-"""Name -> format. A model has the first format with all its marks in the chat template. `hermes` is the format of
-Qwen 2.5 and 3, and of the embedded model; `tekken` and `mistral` are Mistral's newer and older formats. `llama_4` is
-for templates that ask Llama 4 for Python's calls; Meta's own template asks for `llama`."""
+"""Name -> format. A model has the first format with all its marks in the chat template.
+`hermes` is the format of Qwen 2.5 and 3, and of the embedded model; `tekken` and
+`mistral` are Mistral's newer and older formats. `llama_4` is for templates that ask
+Llama 4 for Python's calls; Meta's own template asks for `llama`."""
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "harmony": ReasoningFormat(
@@ -194,9 +208,13 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         between="<|open|>response<|sep|>",
         finish=_K3_FINISH,
     ),
-    "gemma_4": ReasoningFormat("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
+    "gemma_4": ReasoningFormat(
+        "<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")
+    ),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", ("[/THINK]",)),
-    "cohere": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", ("<|END_THINKING|>",)),
+    "cohere": ReasoningFormat(
+        "<|START_THINKING|>", "<|END_THINKING|>", ("<|END_THINKING|>",)
+    ),
     "minimax_m3": ReasoningFormat("<mm:think>", "</mm:think>", ("</mm:think>",)),
     "think": ReasoningFormat("<think>", "</think>", ("</think>",)),
 }
@@ -204,15 +222,24 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 
 def detect(template: str, formats: Mapping[str, Any]) -> str | None:
-    """Return the name of the first format with all its marks in a chat template, or None."""
-    return next((name for name, form in formats.items() if all(mark in template for mark in form.marks)), None)
+    """Return the name of the first format with all its marks in a chat template, or
+    None."""
+    return next(
+        (
+            name
+            for name, form in formats.items()
+            if all(mark in template for mark in form.marks)
+        ),
+        None,
+    )
 
 
 @cache
 def tool_format(name: str | None) -> ToolFormat | None:
     """Return the complete format with this name, or None for an unknown name.
 
-    Missing texts of a format with a `family` are taken from xgrammar's structural tag for one function.
+    Missing texts of a format with a `family` are taken from xgrammar's structural tag
+    for one function.
     """
     listed = TOOL_FORMATS.get(name or "")
     if listed is None or not listed.family:
@@ -221,9 +248,13 @@ def tool_format(name: str | None) -> ToolFormat | None:
     from xgrammar.builtin_structural_tag import get_model_structural_tag
 
     function = {"type": "function", "function": {"name": NAME}}
-    form = get_model_structural_tag(listed.family, [function], "auto", "disabled").format.model_dump()
+    form = get_model_structural_tag(
+        listed.family, [function], "auto", "disabled"
+    ).format.model_dump()
     *outer, call = _parts(form, "tag")
-    section = next((tag for tag in outer if tag["content"]["type"] == "tags_with_separator"), None)
+    section = next(
+        (tag for tag in outer if tag["content"]["type"] == "tags_with_separator"), None
+    )
     *before, arguments = call["content"].get("elements", [call["content"]])
     begin = call["begin"] + "".join(element.get("value", NUMBER) for element in before)
     style = arguments["style"]
@@ -231,14 +262,21 @@ def tool_format(name: str | None) -> ToolFormat | None:
         style = "mimo_xml"
     end = call["end"]
     if style == "qwen_xml":
-        end = end.removeprefix("\n")  # xgrammar's elements have no line break at their end
+        end = end.removeprefix(
+            "\n"
+        )  # xgrammar's elements have no line break at their end
     trigger = listed.trigger or _parts(form, "triggered_tags")[0]["triggers"][0]
     complete = replace(listed, call=(begin, end), trigger=trigger, style=style)
     if section is None:
         return complete
     opening = listed.opening or section["begin"]
     closing = listed.closing or section["end"]
-    return replace(complete, opening=opening, closing=closing, separator=section["content"]["separator"])
+    return replace(
+        complete,
+        opening=opening,
+        closing=closing,
+        separator=section["content"]["separator"],
+    )
 
 
 def _parts(form: Any, kind: str) -> list[JsonObject]:
@@ -279,7 +317,8 @@ class Calls:
     """The format of an answer without calls. None: any text."""
 
     def anywhere(self, reasoning: ReasoningFormat | None) -> bool:
-        """Return whether calls may stand anywhere in free text, and not only at the beginning of the answer."""
+        """Return whether calls may stand anywhere in free text, and not only at the
+        beginning of the answer."""
         if self.required or self.answer is not None or self.format.answer:
             return False
         return reasoning is None or not reasoning.answer
@@ -288,10 +327,14 @@ class Calls:
 def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> JsonObject:
     """Return the format (of a structural tag) of an answer with function calls."""
     form = calls.format
-    once = not (calls.parallel and form.parallel) or any(function.text for function in calls.functions)
+    once = not (calls.parallel and form.parallel) or any(
+        function.text for function in calls.functions
+    )
     tags = []
     for function in calls.functions:
-        tags += [_call(form, begin, function) for begin in (form.call[0], *form.variants)]
+        tags += [
+            _call(form, begin, function) for begin in (form.call[0], *form.variants)
+        ]
     listed: JsonObject = {
         "type": "tags_with_separator",
         "tags": tags,
@@ -334,13 +377,19 @@ def calls_format(calls: Calls, reasoning: ReasoningFormat | None) -> JsonObject:
 def _call(form: ToolFormat, begin: str, function: Function) -> JsonObject:
     """Return the tag of a call."""
     first, *others = begin.replace(NAME, function.name).split(NUMBER)
-    content: JsonObject = {"type": "json_schema", "json_schema": function.parameters, "style": form.style}
+    content: JsonObject = {
+        "type": "json_schema",
+        "json_schema": function.parameters,
+        "style": form.style,
+    }
     end = form.call[1]
     if function.text is not None:
         content = as_format(function.text)
         end = ""
     for text in others:
-        content = _sequence({"type": "regex", "pattern": r"\d{1,3}"}, _literal(text), content)
+        content = _sequence(
+            {"type": "regex", "pattern": r"\d{1,3}"}, _literal(text), content
+        )
     return _tag(first, content, end)
 
 
@@ -350,11 +399,14 @@ def answer_format(
     thinking: Literal["open", "possible", "no"] = "no",
     max_tokens: int | None = None,
 ) -> JsonObject:
-    """Return the format of a whole output: the thinking phase, then calls or the answer.
+    """Return the format of a whole output: the thinking phase, then calls or the
+    answer.
 
     Args:
-        answer: function calls, or the format of an answer without calls. None: any text.
-        thinking: whether the prompt ends within a thinking phase (`open`), or the model may begin one (`possible`).
+        answer: function calls, or the format of an answer without calls. None: any
+            text.
+        thinking: whether the prompt ends within a thinking phase (`open`), or the model
+            may begin one (`possible`).
         max_tokens: maximum number of tokens of the thoughts.
     """
     if isinstance(answer, Calls):
@@ -365,15 +417,21 @@ def answer_format(
         return form
     between = _literal(reasoning.between)
     if not reasoning.between:
-        between = _optional({"type": "or", "elements": [_literal("\n"), _literal("\n\n")]})
+        between = _optional(
+            {"type": "or", "elements": [_literal("\n"), _literal("\n\n")]}
+        )
     thoughts = {"type": "any_text", "max_tokens": max_tokens}
     if thinking == "open":
         return _sequence(_tag("", thoughts, reasoning.end), between, form)
-    return _sequence(_optional(_sequence(_tag(reasoning.begin, thoughts, reasoning.end), between)), form)
+    return _sequence(
+        _optional(_sequence(_tag(reasoning.begin, thoughts, reasoning.end), between)),
+        form,
+    )
 
 
 def as_format(constraint: Constraint) -> JsonObject:
-    """Return the format (of a structural tag) of a constraint. The format contains the constraint, or its contents."""
+    """Return the format (of a structural tag) of a constraint. The format contains the
+    constraint, or its contents."""
     match constraint.kind:
         case "json_object":
             return {"type": "json_object"}
@@ -390,7 +448,9 @@ def as_format(constraint: Constraint) -> JsonObject:
             return {"type": kind, kind: constraint}
 
 
-def _answered(reasoning: ReasoningFormat | None, answer: JsonObject | None) -> JsonObject:
+def _answered(
+    reasoning: ReasoningFormat | None, answer: JsonObject | None
+) -> JsonObject:
     answer = answer or {"type": "any_text", "excludes": _begins(reasoning)}
     if reasoning is not None and reasoning.answer:
         return _sequence(_literal(reasoning.answer), answer)

@@ -1,4 +1,5 @@
-"""Between the engine and an actor: the step channel, which never blocks, and the slot table in shared memory."""
+"""Between the engine and an actor: the step channel, which never blocks, and the slot
+table in shared memory."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_a_worker_that_does_not_read_blocks_nothing() -> None:
     for message in messages:
         pair.channel.send(message)
     received: list[bytes | None] = []
-    reader = threading.Thread(target=lambda: received.extend(bytes(receive(pair.end)) for _ in messages))
+    reader = threading.Thread(
+        target=lambda: received.extend(bytes(receive(pair.end)) for _ in messages)
+    )
     reader.start()
     deadline = time.monotonic() + 30
     while reader.is_alive():
@@ -56,7 +59,9 @@ def test_one_worker_connects_or_none() -> None:
     channel.close()
 
 
-def test_a_worker_in_another_container_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_in_another_container_does_not_connect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     channel = Channel()
     monkeypatch.setattr("actors.protocol.os.readlink", lambda _: "pid:[1]")
     with pytest.raises(ConnectionRefusedError):

@@ -9,7 +9,14 @@ from guided.constraint import Constraint
 
 
 def task(client: str, number: int) -> Task:
-    return Task(Constraint.regex(f"{client}{number}"), (), f"{client}{number}", Future(), client, float(number))
+    return Task(
+        Constraint.regex(f"{client}{number}"),
+        (),
+        f"{client}{number}",
+        Future(),
+        client,
+        float(number),
+    )
 
 
 def queue(*keys: str, length: int = 100) -> CompileQueue:

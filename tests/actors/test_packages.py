@@ -35,11 +35,14 @@ def test_a_message_arrives_as_it_was(size: int) -> None:
         assert buffer(package)[:] == b"x" * size
         assert isinstance(package, bytes) == (size < 64 << 10)
         if isinstance(package, SealedMemory):
-            assert not os.get_inheritable(package.fd), "a process that is started now does not get it"
+            assert not os.get_inheritable(package.fd), (
+                "a process that is started now does not get it"
+            )
 
 
 def descriptors() -> int:
-    """Number of descriptors of packages: threads that other tests left open other files."""
+    """Number of descriptors of packages: threads that other tests left open other
+    files."""
     number = 0
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -58,7 +61,10 @@ def test_large_ones_need_one_descriptor_until_they_are_dropped() -> None:
 
 def test_its_memory_cannot_change() -> None:
     package = seal(bytes(1 << 20))
-    for change in (lambda: os.ftruncate(package.fd, 10), lambda: os.pwrite(package.fd, b"y", 0)):
+    for change in (
+        lambda: os.ftruncate(package.fd, 10),
+        lambda: os.pwrite(package.fd, b"y", 0),
+    ):
         with pytest.raises(PermissionError):
             change()
 
@@ -66,7 +72,11 @@ def test_its_memory_cannot_change() -> None:
 def test_memory_that_can_change_is_refused() -> None:
     empty = os.memfd_create("x", os.MFD_ALLOW_SEALING)
     fcntl.fcntl(empty, fcntl.F_ADD_SEALS, 0xF)
-    for fd in (os.memfd_create("x", os.MFD_ALLOW_SEALING), os.open("/dev/null", os.O_RDONLY), empty):
+    for fd in (
+        os.memfd_create("x", os.MFD_ALLOW_SEALING),
+        os.open("/dev/null", os.O_RDONLY),
+        empty,
+    ):
         with pytest.raises(InvalidPackage):
             SealedMemory(fd)
 
@@ -80,7 +90,9 @@ def test_an_invalid_grammar_does_not_end_its_receiver() -> None:
         assert receive_grammar(theirs) == b"next"
 
 
-def test_memory_that_cannot_be_written_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_written_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gc.collect()
     before = descriptors()
     monkeypatch.setattr(fcntl, "fcntl", Mock(side_effect=PermissionError))

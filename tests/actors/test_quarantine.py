@@ -14,7 +14,9 @@ def test_two_ends_within_ten_minutes_count(monkeypatch: pytest.MonkeyPatch) -> N
     for now in (100.0, 100.5, 701.0, 703.0, 1300.0, 1302.0):  # noqa: B007
         tested.note("key")
         refused.append(tested.keys() == ["key"])
-    assert refused == [False, False, False, True, True, True], "ends at the same time have the same cause"
+    assert refused == [False, False, False, True, True, True], (
+        "ends at the same time have the same cause"
+    )
     assert tested.total == 1
     now = 1902.5
     assert tested.error("key") is None

@@ -1,4 +1,5 @@
-"""The Ray pool in a cluster of two nodes, which is shared: what is joined stays, a node is lost last."""
+"""The Ray pool in a cluster of two nodes, which is shared: what is joined stays, a node
+is lost last."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ SECONDS = 60.0
 
 
 class TwoNodes:
-    """A cluster in a process of its own. Its second node has the resource `guided_mask` and the label `pool=masks`."""
+    """A cluster in a process of its own. Its second node has the resource `guided_mask`
+    and the label `pool=masks`."""
 
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)
@@ -34,8 +36,14 @@ class TwoNodes:
 
 def start(*arguments: str, **more: str) -> Any:
     """Start Python with pipes."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *arguments], **pipes, env=environment(**more))
+    pipes: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stdin": subprocess.PIPE,
+        "text": True,
+    }
+    return subprocess.Popen(
+        [sys.executable, *arguments], **pipes, env=environment(**more)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +129,21 @@ def test_a_cluster_of_two_nodes_is_joined_and_used(cluster: TwoNodes) -> None:
     lines = run(USED, cluster.address).splitlines()
     assert lines[0] == "['b', 'b', 'b', 'b']"
     assert lines[1] == "True", "the resource and the label are those of the other node"
-    assert "no node of the Ray cluster has the resource of placement 'nonesuch' after seconds" in lines[2]
-    assert "reserves 0.4 CPU for each of 5 mask actors, and the nodes of placement 'local' have 1 CPU" in lines[3]
-    assert "lower num_actors, actor_cpus or the amount in placement after seconds" in lines[3]
-    assert lines[4].startswith("error the pool reserves 1 CPU for each of 2")  # guided doctor
+    assert (
+        "no node of the Ray cluster has the resource of placement 'nonesuch' after seconds"
+        in lines[2]
+    )
+    assert (
+        "reserves 0.4 CPU for each of 5 mask actors, and the nodes of placement 'local' have 1 CPU"
+        in lines[3]
+    )
+    assert (
+        "lower num_actors, actor_cpus or the amount in placement after seconds"
+        in lines[3]
+    )
+    assert lines[4].startswith(
+        "error the pool reserves 1 CPU for each of 2"
+    )  # guided doctor
     assert lines[5:] == ["1 of 2 actors are up"]
 
 
@@ -141,14 +160,18 @@ time.sleep(600)
 """
 
 
-def test_with_a_killed_engine_its_actors_end_and_the_cluster_stays(cluster: TwoNodes) -> None:
+def test_with_a_killed_engine_its_actors_end_and_the_cluster_stays(
+    cluster: TwoNodes,
+) -> None:
     """The actors are on the engine's node and on another one."""
     scratch = cluster.directory / "e"
     scratch.mkdir()
     engine = start("-c", ENGINE, cluster.address, TMPDIR=str(scratch))
     try:
         actors = [psutil.Process(int(pid)) for pid in engine.stdout.readline().split()]
-        assert len({actor.ppid() for actor in actors}) == 2, "each raylet has started one"
+        assert len({actor.ppid() for actor in actors}) == 2, (
+            "each raylet has started one"
+        )
         family = [*actors, *family_of(engine.pid)]
         engine.kill()
         engine.wait(SECONDS)

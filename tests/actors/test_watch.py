@@ -1,4 +1,5 @@
-"""Which actor is ended, and why: by its heartbeat, the state of that thread, and what the others are busy with."""
+"""Which actor is ended, and why: by its heartbeat, the state of that thread, and what
+the others are busy with."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ MASK_LIMIT = 2.0
 class Scene:
     """A watch, the mark of an actor, and a clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_remote: bool = False) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, is_remote: bool = False
+    ) -> None:
         self.pair = ConnectedPair()
         weakref.finalize(self, self.pair.connection.close)
         self.mark = self.pair.table.mark
@@ -32,14 +35,19 @@ class Scene:
         process: Any = None if is_remote else SimpleNamespace(pid=os.getpid())
         self.watch = Watch(self.pair.connection, process, MASK_LIMIT, 1000)
 
-    def busy(self, thread: int, seconds: float, wall: float | None = None, subject: int = 3) -> None:
+    def busy(
+        self, thread: int, seconds: float, wall: float | None = None, subject: int = 3
+    ) -> None:
         wall = wall or seconds
         self.mark["busy"][0, thread] = subject
         self.mark["since"][0, thread] = self.mark["beat"][0] - wall
         self.mark["times"][0, thread] = 0.0, wall - seconds
 
-    def end(self, most: float = 30.0, beats: bool = False, waits: float = 0.0) -> tuple[str, int | None, int] | None:
-        """Let time pass until the actor is to be ended. Returns the cause, the subject and the rounded seconds.
+    def end(
+        self, most: float = 30.0, beats: bool = False, waits: float = 0.0
+    ) -> tuple[str, int | None, int] | None:
+        """Let time pass until the actor is to be ended. Returns the cause, the subject
+        and the rounded seconds.
 
         With `beats`, what it is busy with takes no longer meanwhile.
         """
@@ -69,7 +77,9 @@ def test_one_with_a_heartbeat_goes_on(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("thread", [FIRST, LOAD, None])
-def test_a_frozen_one_is_ended_after_five_seconds(scene: Scene, thread: int | None) -> None:
+def test_a_frozen_one_is_ended_after_five_seconds(
+    scene: Scene, thread: int | None
+) -> None:
     scene.state = "T"
     if thread is not None:
         scene.busy(thread, 1.0)
@@ -120,15 +130,24 @@ def test_a_load_that_holds_the_lock_is_ended_early(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "wall", "ends"), [(2.1, 2.1, True), (1.9, 8.0, False)], ids=["runs", "waits for a CPU"]
+    ("seconds", "wall", "ends"),
+    [(2.1, 2.1, True), (1.9, 8.0, False)],
+    ids=["runs", "waits for a CPU"],
 )
-def test_a_fill_has_its_own_limit(scene: Scene, seconds: float, wall: float, ends: bool) -> None:
+def test_a_fill_has_its_own_limit(
+    scene: Scene, seconds: float, wall: float, ends: bool
+) -> None:
     scene.busy(FIRST, seconds, wall)
     assert scene.end(most=1.0, beats=True) == (("fill", 3, 0) if ends else None)
 
 
-@pytest.mark.parametrize(("seconds", "wall", "ends"), [(10.1, 10.1, True), (9.0, 59.0, False), (9.0, 61.0, True)])
-def test_a_load_has_two_limits(scene: Scene, seconds: float, wall: float, ends: bool) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "wall", "ends"),
+    [(10.1, 10.1, True), (9.0, 59.0, False), (9.0, 61.0, True)],
+)
+def test_a_load_has_two_limits(
+    scene: Scene, seconds: float, wall: float, ends: bool
+) -> None:
     scene.busy(LOAD, seconds, wall)
     assert scene.end(most=1.0, beats=True) == (("load", 3, 0) if ends else None)
 

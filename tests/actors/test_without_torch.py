@@ -1,4 +1,5 @@
-"""Mask actors start without what they do not need. Without torch, the libraries' masks are the same."""
+"""Mask actors start without what they do not need. Without torch, the libraries' masks
+are the same."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ _START = """
     [
         ("", ""),
         ("import torch", "torch transformers"),
-        ("del without_torch._Placeholder.__getattr__", "torch transformers"),  # a library that needs more
+        (
+            "del without_torch._Placeholder.__getattr__",
+            "torch transformers",
+        ),  # a library that needs more
     ],
 )
 def test_masks_need_neither_torch_nor_transformers(prelude: str, loaded: str) -> None:
@@ -65,7 +69,10 @@ def test_neither_an_actor_nor_a_compile_process_has_it(local_ray: None) -> None:
     try:
         for number, name in enumerate(BACKENDS):
             sequence = GuidedSequence("request", number, [])
-            pool.open(sequence, pool.compile(Constraint.choice(["ac", "bc"]), (name,)).result(120))
+            pool.open(
+                sequence,
+                pool.compile(Constraint.choice(["ac", "bc"]), (name,)).result(120),
+            )
             pool.submit([sequence])
             assert not pool.collect().failed
         (actor,) = [worker.pid for worker in pool.status().workers]

@@ -1,7 +1,8 @@
-"""The files of deploy/: valid for KubeRay, Ray's cluster launcher and Ray Serve, and consistent with each other.
+"""The files of deploy/: valid for KubeRay, Ray's cluster launcher and Ray Serve, and
+consistent with each other.
 
-`schemas/` has the OpenAPI schemas of `RayCluster` and `RayService`, v1, of KubeRay 1.7.0 (Apache-2.0), without the
-descriptions.
+`schemas/` has the OpenAPI schemas of `RayCluster` and `RayService`, v1, of KubeRay
+1.7.0 (Apache-2.0), without the descriptions.
 """
 
 from __future__ import annotations
@@ -30,14 +31,22 @@ def load(path: str) -> Any:
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema that rejects unknown fields, as the API server's strict validation does."""
+    """Return a schema that rejects unknown fields, as the API server's strict
+    validation does."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     schema = {name: closed(value) for name, value in schema.items()}
-    keeps = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
-    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not keeps:
+    keeps = (
+        schema.get("x-kubernetes-preserve-unknown-fields")
+        or "additionalProperties" in schema
+    )
+    if (
+        isinstance(schema.get("properties"), dict)
+        and schema.get("type") == "object"
+        and not keeps
+    ):
         schema["additionalProperties"] = False
     return schema
 
@@ -46,7 +55,10 @@ def errors(plural: str, manifest: Any) -> list[str]:
     packed = (Path(__file__).parent / "schemas" / f"{plural}.json.gz").read_bytes()
     schema = closed(json.loads(gzip.decompress(packed)))
     schema["properties"]["metadata"] = {"type": "object"}
-    return [f"{error.json_path}: {error.message}" for error in Draft7Validator(schema).iter_errors(manifest)]
+    return [
+        f"{error.json_path}: {error.message}"
+        for error in Draft7Validator(schema).iter_errors(manifest)
+    ]
 
 
 SERVICE = load("kubernetes/rayservice/rayservice.yaml")
@@ -55,14 +67,20 @@ SERVE = yaml.safe_load(SERVICE["spec"]["serveConfigV2"])
 POLICY = load("kubernetes/base/networkpolicy.yaml")
 
 
-@pytest.mark.parametrize(("plural", "manifest"), [("rayservices", SERVICE), ("rayclusters", CLUSTER)])
+@pytest.mark.parametrize(
+    ("plural", "manifest"), [("rayservices", SERVICE), ("rayclusters", CLUSTER)]
+)
 def test_kuberay_accepts_the_manifest(plural: str, manifest: Any) -> None:
     assert errors(plural, manifest) == []
     assert SERVICE["spec"]["rayClusterConfig"] == CLUSTER["spec"]
 
 
-@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")  # Ray's own fields
-@pytest.mark.parametrize("config", [SERVE, load("serve.yaml")], ids=["rayservice", "serve.yaml"])
+@pytest.mark.filterwarnings(
+    "ignore::pydantic.warnings.PydanticDeprecatedSince20"
+)  # Ray's own fields
+@pytest.mark.parametrize(
+    "config", [SERVE, load("serve.yaml")], ids=["rayservice", "serve.yaml"]
+)
 def test_ray_serve_and_the_application_accept_the_serve_file(config: Any) -> None:
     from ray.serve.schema import ServeDeploySchema
 
@@ -75,9 +93,12 @@ def test_ray_serve_and_the_application_accept_the_serve_file(config: Any) -> Non
 
 def test_the_cluster_has_room_for_what_the_service_asks_for() -> None:
     resources, options = read_arguments(SERVE["applications"][0]["args"])
-    groups = {group["groupName"]: group for group in CLUSTER["spec"]["workerGroupSpecs"]}
+    groups = {
+        group["groupName"]: group for group in CLUSTER["spec"]["workerGroupSpecs"]
+    }
     engines, masks = (
-        {name: float(amount) for name, amount in groups[name]["resources"].items()} for name in ("engines", "masks")
+        {name: float(amount) for name, amount in groups[name]["resources"].items()}
+        for name in ("engines", "masks")
     )
     assert resources["num_cpus"] <= engines["CPU"]
     assert resources["num_gpus"] <= engines["GPU"]
@@ -90,20 +111,40 @@ def test_the_cluster_has_room_for_what_the_service_asks_for() -> None:
         assert container["resources"]["limits"]["cpu"] == group["resources"]["CPU"]
     grace = groups["engines"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > options.grace_seconds
-    mounted = {mount["mountPath"] for mount in groups["engines"]["template"]["spec"]["containers"][0]["volumeMounts"]}
+    mounted = {
+        mount["mountPath"]
+        for mount in groups["engines"]["template"]["spec"]["containers"][0][
+            "volumeMounts"
+        ]
+    }
     assert options.server.api_key_file is not None
     assert str(Path(options.server.api_key_file).parent) in mounted
 
 
 def test_the_network_policy_opens_the_ports_that_are_used() -> None:
-    within = next(rule for rule in POLICY["spec"]["ingress"] if any("podSelector" in peer for peer in rule["from"]))
+    within = next(
+        rule
+        for rule in POLICY["spec"]["ingress"]
+        if any("podSelector" in peer for peer in rule["from"])
+    )
     open_ports = {
-        port for each in within["ports"] for port in range(each["port"], each.get("endPort", each["port"]) + 1)
+        port
+        for each in within["ports"]
+        for port in range(each["port"], each.get("endPort", each["port"]) + 1)
     }
     assert SERVE["http_options"]["port"] in open_ports
-    for group in (CLUSTER["spec"]["headGroupSpec"], *CLUSTER["spec"]["workerGroupSpecs"]):
-        started = {name: int(port) for name, port in group["rayStartParams"].items() if name.endswith("-port")}
-        workers = range(started.pop("min-worker-port"), started.pop("max-worker-port") + 1)
+    for group in (
+        CLUSTER["spec"]["headGroupSpec"],
+        *CLUSTER["spec"]["workerGroupSpecs"],
+    ):
+        started = {
+            name: int(port)
+            for name, port in group["rayStartParams"].items()
+            if name.endswith("-port")
+        }
+        workers = range(
+            started.pop("min-worker-port"), started.pop("max-worker-port") + 1
+        )
         assert open_ports.issuperset(workers)
         assert started.pop("metrics-export-port") == 8080
         assert open_ports.issuperset(started.values())
@@ -121,18 +162,30 @@ def test_rays_cluster_launcher_accepts_its_file() -> None:
 
 def test_image_and_compose_take_files_that_exist() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
-    sources = [name for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE) for name in line.split()[:-1]]
+    sources = [
+        name
+        for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)
+        for name in line.split()[:-1]
+    ]
     ignored = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
     assert len(sources) >= 8
     for source in sources:
         assert (DEPLOY.parent / source).exists()
         assert f"!{source}" in ignored
     assert re.search(r"^USER (?!0|root)", text, re.MULTILINE)
-    extras = {extra for names in re.findall(r"EXTRAS=([\w,]+)", text) for extra in names.split(",")}
+    extras = {
+        extra
+        for names in re.findall(r"EXTRAS=([\w,]+)", text)
+        for extra in names.split(",")
+    }
     assert extras == {"serve", "gpu"}
     for extra in extras:
         assert f"\n{extra} = [" in (DEPLOY.parent / "pyproject.toml").read_text()
     services = load("compose.yaml")["services"]
-    mounted = [volume.split(":")[0] for service in services.values() for volume in service.get("volumes", ())]
+    mounted = [
+        volume.split(":")[0]
+        for service in services.values()
+        for volume in service.get("volumes", ())
+    ]
     assert all((DEPLOY / path).is_file() for path in mounted)
     assert services["guided"]["command"][:2] == ["guided", "serve"]

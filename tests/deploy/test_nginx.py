@@ -1,4 +1,5 @@
-"""`deploy/nginx.conf` with a real nginx: streams are not buffered, and each API key has its own limits."""
+"""`deploy/nginx.conf` with a real nginx: streams are not buffered, and each API key has
+its own limits."""
 
 from __future__ import annotations
 
@@ -18,9 +19,14 @@ from serving import wait_until
 
 from engine.model.loader import LoadedModel
 
-NGINX, OPENSSL = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin"), shutil.which("openssl")
+NGINX, OPENSSL = (
+    shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin"),
+    shutil.which("openssl"),
+)
 CONFIG = Path(__file__).parents[2] / "deploy/nginx.conf"
-pytestmark = pytest.mark.skipif(not (NGINX and OPENSSL), reason="there is no nginx: apt-get install nginx openssl")
+pytestmark = pytest.mark.skipif(
+    not (NGINX and OPENSSL), reason="there is no nginx: apt-get install nginx openssl"
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +36,40 @@ def server(tiny_model: LoadedModel) -> Iterator[Hosted]:
 
 
 @pytest.fixture(scope="module")
-def connect(server: Hosted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], httpx.Client]]:
+def connect(
+    server: Hosted, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], httpx.Client]]:
     """Opens a client of an nginx with our configuration, but for ports and paths.
 
-    Each thread needs a client of its own: httpcore changes the TLS context of a client at each new connection.
+    Each thread needs a client of its own: httpcore changes the TLS context of a client
+    at each new connection.
     """
     assert NGINX is not None
     folder = tmp_path_factory.mktemp("nginx")
-    key, certificate, configuration = folder / "key.pem", folder / "cert.pem", folder / "nginx.conf"
-    request = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "1")
-    files = ("-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate))
+    key, certificate, configuration = (
+        folder / "key.pem",
+        folder / "cert.pem",
+        folder / "nginx.conf",
+    )
+    request = (
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-subj",
+        "/CN=localhost",
+        "-days",
+        "1",
+    )
+    files = (
+        "-addext",
+        "subjectAltName=DNS:localhost",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    )
     subprocess.run([str(OPENSSL), *request, *files], check=True, capture_output=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -54,7 +84,15 @@ def connect(server: Hosted, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         assert ours in text
         text = text.replace(ours, others)
     configuration.write_text(text)
-    command = [NGINX, "-p", str(folder), "-c", str(configuration), "-e", str(folder / "error.log")]
+    command = [
+        NGINX,
+        "-p",
+        str(folder),
+        "-c",
+        str(configuration),
+        "-e",
+        str(folder / "error.log"),
+    ]
     subprocess.run([*command, "-t"], check=True, capture_output=True)
     process = subprocess.Popen([*command, "-g", "daemon off;"])
 
@@ -65,18 +103,25 @@ def connect(server: Hosted, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     try:
         wait_until(answers)
         yield lambda: httpx.Client(
-            base_url=f"https://localhost:{port}", verify=ssl.create_default_context(cafile=str(certificate)), timeout=60
+            base_url=f"https://localhost:{port}",
+            verify=ssl.create_default_context(cafile=str(certificate)),
+            timeout=60,
         )
     finally:
         process.terminate()
         process.wait(20)
 
 
-def test_the_events_of_a_stream_come_at_once(server: Hosted, connect: Callable[[], httpx.Client]) -> None:
+def test_the_events_of_a_stream_come_at_once(
+    server: Hosted, connect: Callable[[], httpx.Client]
+) -> None:
     server.pool.delay = lambda sequence, position: 1_000_000 if position >= 5 else 0
     body = {"prompt": "a", "regex": "[a-z]{9}", "max_tokens": 20, "stream": True}
     headers = {"authorization": "Bearer a"}
-    with connect() as client, client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+    with (
+        connect() as client,
+        client.stream("POST", "/v1/completions", json=body, headers=headers) as answer,
+    ):
         lines = answer.iter_lines()
         assert answer.status_code == 200
         assert next(lines).startswith("data: "), "while the next mask is still missing"

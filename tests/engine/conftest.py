@@ -30,19 +30,29 @@ def make_engine(tiny_model: LoadedModel) -> Callable[..., LLMEngine]:
 
     def make(pool: MaskPool | None = None, **config: Any) -> LLMEngine:
         config.setdefault("max_model_len", 128)
-        return LLMEngine(tiny_model, EngineConfig(**config), pool or InlinePool(tiny_model.vocabulary))
+        return LLMEngine(
+            tiny_model,
+            EngineConfig(**config),
+            pool or InlinePool(tiny_model.vocabulary),
+        )
 
     return make
 
 
-def new_sequence(params: SamplingParams, prompt: list[int], index: int = 0, seed: int = 5) -> Sequence:
+def new_sequence(
+    params: SamplingParams, prompt: list[int], index: int = 0, seed: int = 5
+) -> Sequence:
     """A sequence without an engine. It has no model: its stop token is 0."""
-    sequence = Sequence(index, params, prompt, seed=seed, detokenizer=Detokenizer(TEXTS, params))
+    sequence = Sequence(
+        index, params, prompt, seed=seed, detokenizer=Detokenizer(TEXTS, params)
+    )
     SequenceGroup("r", [sequence], params, max_length=1000, stop_ids=frozenset({0}))
     return sequence
 
 
-def run(engine: LLMEngine, requests: dict[str, tuple[Any, SamplingParams]]) -> dict[str, RequestOutput]:
+def run(
+    engine: LLMEngine, requests: dict[str, tuple[Any, SamplingParams]]
+) -> dict[str, RequestOutput]:
     """All requests to their ends, together."""
     for name, (prompt, params) in requests.items():
         engine.add_request(name, prompt, params)

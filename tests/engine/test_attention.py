@@ -1,4 +1,5 @@
-"""The attention function against a plain implementation, and the KV cache's arithmetic."""
+"""The attention function against a plain implementation, and the KV cache's
+arithmetic."""
 
 from __future__ import annotations
 
@@ -25,16 +26,24 @@ CPU = torch.device("cpu")
 
 def cache(num_blocks: int = 32, gather_tokens: int = 1000) -> KVCache:
     shapes = {0: LayerShapes(KV_HEADS, DIM, DIM)}
-    store = KVCache(shapes, num_blocks=num_blocks, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    store = KVCache(
+        shapes, num_blocks=num_blocks, block_size=BLOCK, dtype=torch.float32, device=CPU
+    )
     store.gather_tokens = gather_tokens
     return store
 
 
 def context_of(
-    store: KVCache, slots: list[int], prefills: list[Prefill], tables: list[list[int]], lengths: list[int]
+    store: KVCache,
+    slots: list[int],
+    prefills: list[Prefill],
+    tables: list[list[int]],
+    lengths: list[int],
 ) -> PagedContext:
     width = max(map(len, tables))
-    padded = np.array([[*blocks, *[0] * (width - len(blocks))] for blocks in tables], np.int64)
+    padded = np.array(
+        [[*blocks, *[0] * (width - len(blocks))] for blocks in tables], np.int64
+    )
     packed = np.zeros((3, len(slots)), np.int64)
     packed[2] = slots
     packed[1, len(slots) - len(lengths) :] = np.array(lengths, np.int64) - 1
@@ -52,7 +61,8 @@ def plainly(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The last `len(query)` tokens over all: query `[n, heads, dim]`, keys `[m, kv_heads, dim]`."""
+    """The last `len(query)` tokens over all: query `[n, heads, dim]`, keys `[m,
+    kv_heads, dim]`."""
     total, asked = len(keys), len(query)
     out = torch.zeros_like(query)
     for row in range(asked):
@@ -61,7 +71,9 @@ def plainly(
         if chunk is not None:
             first = at // chunk * chunk
         for head in range(HEADS):
-            k, v = (t[first : at + 1, head // (HEADS // KV_HEADS)] for t in (keys, values))
+            k, v = (
+                t[first : at + 1, head // (HEADS // KV_HEADS)] for t in (keys, values)
+            )
             scores = k @ query[row, head] / math.sqrt(DIM)
             if softcap is not None:
                 scores = softcap * (scores / softcap).tanh()
@@ -74,7 +86,17 @@ def plainly(
 @given(
     prefills=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=3),
     decodes=st.lists(st.integers(1, 17), max_size=4),
-    span=st.sampled_from([(None, None), (1, None), (3, None), (50, None), (None, 1), (None, 4), (None, 50)]),
+    span=st.sampled_from(
+        [
+            (None, None),
+            (1, None),
+            (3, None),
+            (50, None),
+            (None, 1),
+            (None, 4),
+            (None, 50),
+        ]
+    ),
     softcap=st.sampled_from([None, 0.5]),
     has_sinks=st.booleans(),
     max_scores=st.sampled_from([1, 1 << 26]),
@@ -100,21 +122,38 @@ def test_prefills_and_decodes_in_one_row(
 
     window, chunk = span
     sinks = random(HEADS) if has_sinks else None
-    config = SimpleNamespace(layer_types=["chunked_attention"] if chunk else None, attention_chunk_size=chunk)
+    config = SimpleNamespace(
+        layer_types=["chunked_attention"] if chunk else None, attention_chunk_size=chunk
+    )
     layer: Any = SimpleNamespace(layer_idx=0, config=config)
-    store, width = cache(64, gather_tokens), max([-(-length // BLOCK) for length in decodes], default=0)
-    tables = torch.randperm(64, generator=generator)[: width * len(decodes)].view(len(decodes), width)
-    free = torch.randperm(64, generator=generator)  # prefills may overlap decodes' padding only: give them the rest
-    rest = [block for block in free.tolist() if block not in set(tables.flatten().tolist())]
+    store, width = (
+        cache(64, gather_tokens),
+        max([-(-length // BLOCK) for length in decodes], default=0),
+    )
+    tables = torch.randperm(64, generator=generator)[: width * len(decodes)].view(
+        len(decodes), width
+    )
+    free = torch.randperm(
+        64, generator=generator
+    )  # prefills may overlap decodes' padding only: give them the rest
+    rest = [
+        block for block in free.tolist() if block not in set(tables.flatten().tolist())
+    ]
     blocks: list[list[int]] = []
     expected, slots, spans, keys, values, queries = [], [], [], [], [], []
     end = 0
     for before, length in prefills:
         total = before + length
-        k, v, q = random(total, KV_HEADS, DIM), random(total, KV_HEADS, DIM), random(length, HEADS, DIM)
+        k, v, q = (
+            random(total, KV_HEADS, DIM),
+            random(total, KV_HEADS, DIM),
+            random(length, HEADS, DIM),
+        )
         mine = [rest.pop() for _ in range(-(-total // BLOCK))]
         where = [mine[at // BLOCK] * BLOCK + at % BLOCK for at in range(total)]
-        store.write(0, torch.tensor(where[:before], dtype=torch.int64), k[:before], v[:before])
+        store.write(
+            0, torch.tensor(where[:before], dtype=torch.int64), k[:before], v[:before]
+        )
         slots += where[before:]
         spans.append((end, end + length, before))
         blocks.append(mine)
@@ -122,8 +161,14 @@ def test_prefills_and_decodes_in_one_row(
         keys.append(k[before:]), values.append(v[before:]), queries.append(q)
         expected.append(plainly(q, k, v, window, chunk, softcap, sinks))
     for row, length in zip(tables, decodes, strict=True):
-        k, v, q = random(length, KV_HEADS, DIM), random(length, KV_HEADS, DIM), random(1, HEADS, DIM)
-        where = torch.tensor([row[at // BLOCK] * BLOCK + at % BLOCK for at in range(length)])
+        k, v, q = (
+            random(length, KV_HEADS, DIM),
+            random(length, KV_HEADS, DIM),
+            random(1, HEADS, DIM),
+        )
+        where = torch.tensor(
+            [row[at // BLOCK] * BLOCK + at % BLOCK for at in range(length)]
+        )
         store.write(0, where[:-1], k[:-1], v[:-1])
         slots.append(int(where[-1]))
         keys.append(k[-1:]), values.append(v[-1:]), queries.append(q)
@@ -134,7 +179,10 @@ def test_prefills_and_decodes_in_one_row(
         return torch.cat(parts).transpose(0, 1)[None]
 
     passed = {} if chunk else {"sliding_window": window}  # as Llama 4 does
-    with running(context), mock.patch("engine.model.gathered_attention._MAX_SCORES", max_scores):
+    with (
+        running(context),
+        mock.patch("engine.model.gathered_attention._MAX_SCORES", max_scores),
+    ):
         found, _ = paged_attention(
             layer, flat(queries), flat(keys), flat(values), None,
             scaling=DIM**-0.5, softcap=softcap, s_aux=sinks, position_ids=object(), **passed,
@@ -144,7 +192,12 @@ def test_prefills_and_decodes_in_one_row(
 
 def test_short_sequences_are_not_padded_to_long_ones() -> None:
     lengths = np.array([3, 5, 9, 400, 410, 420], np.int64)
-    parts = split_decodes(torch.zeros(6, 420 // BLOCK, dtype=torch.int64), lengths, BLOCK, gather_tokens=1_000)
+    parts = split_decodes(
+        torch.zeros(6, 420 // BLOCK, dtype=torch.int64),
+        lengths,
+        BLOCK,
+        gather_tokens=1_000,
+    )
     assert [tuple(tables.shape) for tables, _ in parts] == [(3, 3), (2, 103), (1, 105)]
     assert torch.cat([own for _, own in parts]).tolist() == lengths.tolist()
 
@@ -152,18 +205,28 @@ def test_short_sequences_are_not_padded_to_long_ones() -> None:
 def test_all_sources_are_read_before_any_target_is_written() -> None:
     store = cache(4)
     slots = torch.arange(4 * BLOCK)
-    content = torch.arange(4.0).repeat_interleave(BLOCK)[:, None, None].expand(-1, KV_HEADS, DIM)
+    content = (
+        torch.arange(4.0)
+        .repeat_interleave(BLOCK)[:, None, None]
+        .expand(-1, KV_HEADS, DIM)
+    )
     store.write(0, slots, content, content)
     store.copy_blocks([(0, 1), (1, 2)])
     keys, values = store.gather(0, torch.tensor([[0, 1, 2, 3]]))
-    assert keys[0, 0, ::BLOCK, 0].tolist() == values[0, 1, ::BLOCK, 3].tolist() == [0, 0, 1, 3]
+    assert (
+        keys[0, 0, ::BLOCK, 0].tolist()
+        == values[0, 1, ::BLOCK, 3].tolist()
+        == [0, 0, 1, 3]
+    )
 
 
 def test_the_cache_is_sized_from_a_number_a_budget_or_the_need() -> None:
     layers = {0: LayerShapes(2, 8, 8), 1: LayerShapes(2, 8, 4)}
 
     def plan(**config: Any) -> int:
-        return plan_cache(EngineConfig(**config), layers, None, 64, torch.float16, lambda: 20 * 1792).num_blocks
+        return plan_cache(
+            EngineConfig(**config), layers, None, 64, torch.float16, lambda: 20 * 1792
+        ).num_blocks
 
     assert plan(num_blocks=7) == 7
     assert plan(kv_cache_bytes=10 * 1792 + 5) == 10
@@ -174,15 +237,29 @@ def test_the_cache_is_sized_from_a_number_a_budget_or_the_need() -> None:
 
 
 def test_states_take_half_of_the_memory_and_bound_the_sequences() -> None:
-    layout = StateLayout({("conv", 0, 0): torch.zeros(1, 4, 8).half(), ("recurrent", 0, 0): torch.zeros(1, 2, 64)})
+    layout = StateLayout(
+        {
+            ("conv", 0, 0): torch.zeros(1, 4, 8).half(),
+            ("recurrent", 0, 0): torch.zeros(1, 2, 64),
+        }
+    )
     assert layout.slot_bytes == 576
 
     def plan(layers: dict[int, LayerShapes], memory: int, **config: Any) -> CachePlan:
-        return plan_cache(EngineConfig(**config), layers, layout, 64, torch.float16, lambda: memory)
+        return plan_cache(
+            EngineConfig(**config), layers, layout, 64, torch.float16, lambda: memory
+        )
 
     layers = {0: LayerShapes(2, 8, 8)}  # 1,024 bytes a block
     assert plan(layers, 10 * 1152) == CachePlan(num_blocks=5, max_num_seqs=10)
-    assert plan(layers, 1 << 20, max_num_seqs=3) == CachePlan(num_blocks=12, max_num_seqs=3)
-    assert plan({}, 5 * 576) == CachePlan(num_blocks=20, max_num_seqs=5), "without keys, all of it"
-    with pytest.raises(ValueError, match=r"the states of a sequence take 0\.0 MiB.*raise kv_cache_bytes"):
+    assert plan(layers, 1 << 20, max_num_seqs=3) == CachePlan(
+        num_blocks=12, max_num_seqs=3
+    )
+    assert plan({}, 5 * 576) == CachePlan(num_blocks=20, max_num_seqs=5), (
+        "without keys, all of it"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"the states of a sequence take 0\.0 MiB.*raise kv_cache_bytes",
+    ):
         plan(layers, 1000)

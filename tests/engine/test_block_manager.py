@@ -16,12 +16,16 @@ def test_full_blocks_are_found_by_their_prefix() -> None:
     assert it.blocks(2)[:2] == it.blocks(3)[:2] == it.blocks(1)[:2]
     assert it.blocks(2)[2] != it.blocks(1)[2]
     assert it.allocate([4], 8, list(range(8))) == 4, "the last token is computed"
-    assert it.allocate([5], 8, [9, 9, 9, 9, 4, 5, 6, 7]) == 0, "the second block has other tokens before it"
+    assert it.allocate([5], 8, [9, 9, 9, 9, 4, 5, 6, 7]) == 0, (
+        "the second block has other tokens before it"
+    )
     assert (it.tokens_looked_up, it.tokens_found) == (36, 12)
     for seq_id in range(1, 6):
         it.free(seq_id)
     assert it.num_free == 16
-    assert it.allocate([6], 9, list(range(9))) == 8, "blocks keep their content after their sequences"
+    assert it.allocate([6], 9, list(range(9))) == 8, (
+        "blocks keep their content after their sequences"
+    )
 
 
 def test_the_least_recently_used_block_is_evicted_first() -> None:
@@ -29,12 +33,16 @@ def test_the_least_recently_used_block_is_evicted_first() -> None:
     for seq_id, start in ((1, 0), (2, 100)):
         tokens = list(range(start, start + 9))
         it.allocate([seq_id], 9, tokens)
-        it.note_content(seq_id, len(tokens), lambda start, end, tokens=tokens: tokens[start:end])  # type: ignore[misc]
+        it.note_content(
+            seq_id, len(tokens), lambda start, end, tokens=tokens: tokens[start:end]
+        )  # type: ignore[misc]
     it.free(1)
     it.free(2)
     assert it.allocate([3], 9, [*range(100, 108), 0]) == 8
     assert it.num_free == 3
-    it.allocate([4], 8, [7] * 8)  # takes the block without content and the end of the first
+    it.allocate(
+        [4], 8, [7] * 8
+    )  # takes the block without content and the end of the first
     assert it.allocate([5], 4, [*range(4)]) == 0
     it.free(3)
     it.free(4)

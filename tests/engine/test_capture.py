@@ -1,7 +1,9 @@
-"""Which models' decode steps a CUDA graph can hold, and how many kernels they launch, on the device "meta".
+"""Which models' decode steps a CUDA graph can hold, and how many kernels they launch,
+on the device "meta".
 
-There, what waits for the device raises (`.item()`, `nonzero`, boolean indices), and an operation that mixes devices is
-seen. What runs is what is captured: the model's body with our attention and caches, and its head.
+There, what waits for the device raises (`.item()`, `nonzero`, boolean indices), and an
+operation that mixes devices is seen. What runs is what is captured: the model's body
+with our attention and caches, and its head.
 """
 
 from __future__ import annotations
@@ -33,7 +35,18 @@ from tests.engine.conftest import new_sequence
 META = torch.device("meta")
 ROWS, BLOCKS = 3, 2
 """A number of rows that the sizes of no model have."""
-VIEWS = ("view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select")
+VIEWS = (
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "slice",
+    "select",
+)
 VIEWS += ("split", "split_with_sizes", "unbind", "alias", "detach", "as_strided")
 NO_KERNEL = frozenset((*VIEWS, "empty", "empty_like", "new_empty"))
 NO_ITEM = "Tensor.item() cannot be called on meta tensors"
@@ -57,10 +70,14 @@ class Kernels(TorchDispatchMode):
         self.count: Counter[str] = Counter()
         self.mixed: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = [
-            leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor) and leaf.dim()
+            leaf
+            for leaf in tree_leaves((args, kwargs, result))
+            if isinstance(leaf, torch.Tensor) and leaf.dim()
         ]
         if len({tensor.device for tensor in tensors}) > 1:
             self.mixed.append(str(func))
@@ -75,7 +92,11 @@ def triton_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     from triton.runtime.jit import JITFunction
 
     launches: Counter[str] = Counter()
-    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **others: launches.update([kernel.__name__]))
+    monkeypatch.setattr(
+        JITFunction,
+        "run",
+        lambda kernel, *args, **others: launches.update([kernel.__name__]),
+    )
     return launches
 
 
@@ -97,7 +118,11 @@ def captured(family: Family, layers: int | None = None, fused: bool = False) -> 
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
     with META, torch.no_grad():  # inference mode would hide parts of operations
-        model = model_factory(config).from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION).eval()
+        model = (
+            model_factory(config)
+            .from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+            .eval()
+        )
         body = _body(model)
         probe = Probe(model, body)
         probe.record()
@@ -133,11 +158,18 @@ def test_what_a_step_does_that_no_graph_can_hold(group: str) -> None:
     assert found == WAITS[group]
 
 
-@pytest.mark.parametrize(("title", "kernels", "fused"), [("Llama 3", 40, 16), ("Mistral", 40, 16), ("Qwen 3", 56, 18)])
-def test_kernels_of_a_layer(title: str, kernels: int, fused: int, triton_launches: Counter[str]) -> None:
+@pytest.mark.parametrize(
+    ("title", "kernels", "fused"),
+    [("Llama 3", 40, 16), ("Mistral", 40, 16), ("Qwen 3", 56, 18)],
+)
+def test_kernels_of_a_layer(
+    title: str, kernels: int, fused: int, triton_launches: Counter[str]
+) -> None:
     family = next(family for family in FAMILIES if family.title == title)
     assert layer_kernels(family, False, triton_launches) == kernels
-    pytest.importorskip("liger_kernel", reason="Liger is not installed: pip install '.[gpu]'")
+    pytest.importorskip(
+        "liger_kernel", reason="Liger is not installed: pip install '.[gpu]'"
+    )
     assert layer_kernels(family, True, triton_launches) == fused <= 20
 
 
@@ -146,7 +178,10 @@ def test_sampling_mixes_no_devices() -> None:
     batch = Batch([], [new_sequence(SamplingParams(top_p=0.5, top_k=3), [1])], [], [])
     sampler = Sampler(CustomLogitsProcessors(VllmConfig(), META), {0})
     sampler.processors.begin(batch)
-    with Kernels() as kernels, pytest.raises(NotImplementedError):  # the tokens have no values
+    with (
+        Kernels() as kernels,
+        pytest.raises(NotImplementedError),
+    ):  # the tokens have no values
         sampler.sample(torch.empty(1, 3000, device=META), batch)
     assert kernels.count["searchsorted"] or kernels.count["searchsorted.Tensor"]
     assert set(kernels.mixed) == {"aten._to_copy.default"}

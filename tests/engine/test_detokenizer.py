@@ -22,16 +22,23 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def texts(tiny_tokenizer: PreTrainedTokenizerFast) -> TokenTexts:
-    return TokenTexts(Vocabulary.from_tokenizer(tiny_tokenizer, padded_vocab_size=640), tiny_tokenizer)
+    return TokenTexts(
+        Vocabulary.from_tokenizer(tiny_tokenizer, padded_vocab_size=640), tiny_tokenizer
+    )
 
 
-# Token 193 is the byte 255, which is in no text: it has no bytes (`Vocabulary.from_tokenizer`).
+# Token 193 is the byte 255, which is in no text: it has no bytes
+# (`Vocabulary.from_tokenizer`).
 @settings(max_examples=60, deadline=None)
 @given(
-    ids=st.lists(st.integers(6, 599).filter(lambda token: token != 193), max_size=40), cuts=st.sets(st.integers(0, 40))
+    ids=st.lists(st.integers(6, 599).filter(lambda token: token != 193), max_size=40),
+    cuts=st.sets(st.integers(0, 40)),
 )
 def test_any_tokens_in_any_pieces_are_what_the_tokenizer_decodes(
-    texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast, ids: list[int], cuts: set[int]
+    texts: TokenTexts,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    ids: list[int],
+    cuts: set[int],
 ) -> None:
     detokenizer = Detokenizer(texts, FREE)
     for count in [*sorted(cut for cut in cuts if cut < len(ids)), len(ids)]:
@@ -40,16 +47,26 @@ def test_any_tokens_in_any_pieces_are_what_the_tokenizer_decodes(
     assert detokenizer.text == tiny_tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_special_tokens_are_left_out_or_spelled(texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = [*tiny_tokenizer.encode("<|user|>hello<|end|>"), 639]  # which is beyond the tokenizer
-    without, with_them = Detokenizer(texts, FREE), Detokenizer(texts, SamplingParams(skip_special_tokens=False))
+def test_special_tokens_are_left_out_or_spelled(
+    texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    ids = [
+        *tiny_tokenizer.encode("<|user|>hello<|end|>"),
+        639,
+    ]  # which is beyond the tokenizer
+    without, with_them = (
+        Detokenizer(texts, FREE),
+        Detokenizer(texts, SamplingParams(skip_special_tokens=False)),
+    )
     for one in (without, with_them):
         one.feed(ids, len(ids))
     assert without.text == "hello"
     assert with_them.text == "<|user|>hello<|end|>"
 
 
-def test_what_may_begin_a_stop_string_is_held_back(texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_may_begin_a_stop_string_is_held_back(
+    texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
     detokenizer = Detokenizer(texts, SamplingParams(stop=["END", "!"]))
     ids = [token for letter in "some ENough" for token in tiny_tokenizer.encode(letter)]
     shown = []
@@ -63,9 +80,15 @@ def test_what_may_begin_a_stop_string_is_held_back(texts: TokenTexts, tiny_token
 
 @pytest.mark.parametrize(("include", "expected"), [(False, "one "), (True, "one two")])
 def test_the_stop_string_that_ends_first_cuts(
-    texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast, include: bool, expected: str
+    texts: TokenTexts,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    include: bool,
+    expected: str,
 ) -> None:
-    detokenizer = Detokenizer(texts, SamplingParams(stop=["o three", "two"], include_stop_str_in_output=include))
+    detokenizer = Detokenizer(
+        texts,
+        SamplingParams(stop=["o three", "two"], include_stop_str_in_output=include),
+    )
     ids = tiny_tokenizer.encode("one two three")
     assert detokenizer.find_stop(ids, 0) == "two"
     assert detokenizer.visible(True) == expected
@@ -77,12 +100,17 @@ def test_a_constraints_text_ends_with_a_whole_character(
     ids = tiny_tokenizer.encode("a🦖", add_special_tokens=False)
     assert len(ids) > 2
     for count in range(1, len(ids) + 1):
-        free, constrained = Detokenizer(texts, FREE), Detokenizer(texts, SamplingParams(regex=".*"))
+        free, constrained = (
+            Detokenizer(texts, FREE),
+            Detokenizer(texts, SamplingParams(regex=".*")),
+        )
         for one in (free, constrained):
             one.feed(ids, count)
             one.flush()
         assert constrained.text == ("a🦖" if count == len(ids) else "a")
-        assert free.text == ("a" if count == 1 else "a🦖" if count == len(ids) else "a\ufffd")
+        assert free.text == (
+            "a" if count == 1 else "a🦖" if count == len(ids) else "a\ufffd"
+        )
 
 
 class Brackets:
@@ -112,16 +140,28 @@ class Brackets:
     ],
 )
 def test_stop_strings_end_only_the_free_text(
-    texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast, text: str, include: bool, expected: str | None
+    texts: TokenTexts,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    text: str,
+    include: bool,
+    expected: str | None,
 ) -> None:
-    params = SamplingParams(stop="END", include_stop_str_in_output=include, parser=Brackets)
+    params = SamplingParams(
+        stop="END", include_stop_str_in_output=include, parser=Brackets
+    )
     detokenizer = Detokenizer(texts, params)
-    ids = [token for letter in text for token in tiny_tokenizer.encode(letter, add_special_tokens=False)]
+    ids = [
+        token
+        for letter in text
+        for token in tiny_tokenizer.encode(letter, add_special_tokens=False)
+    ]
     found = [detokenizer.find_stop(ids[:count], 0) for count in range(1, len(ids) + 1)]
     if expected is None:
         assert not any(found)
     else:
         end = found.index("END") + 1
         again = Detokenizer(texts, params)
-        assert [again.find_stop(ids[:count], 0) for count in range(1, end + 1)][-1] == "END"
+        assert [again.find_stop(ids[:count], 0) for count in range(1, end + 1)][
+            -1
+        ] == "END"
         assert again.visible(True) == expected

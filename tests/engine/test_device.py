@@ -1,4 +1,5 @@
-"""What concerns the device: running out of memory, the size of the cache, and the engine on CUDA."""
+"""What concerns the device: running out of memory, the size of the cache, and the
+engine on CUDA."""
 
 from __future__ import annotations
 
@@ -55,8 +56,13 @@ def test_out_of_memory_fails_the_newest_group_only(
     assert isinstance(failed.error, InternalError)
     assert "out of memory" in str(failed.error)
     for name, output in found.items():
-        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected[name].outputs]
-        assert all(one.logprobs is None or len(one.logprobs) == len(one.token_ids) for one in output.outputs)
+        assert [one.token_ids for one in output.outputs] == [
+            one.token_ids for one in expected[name].outputs
+        ]
+        assert all(
+            one.logprobs is None or len(one.logprobs) == len(one.token_ids)
+            for one in output.outputs
+        )
 
 
 def test_the_kv_cache_gets_what_the_largest_step_leaves(
@@ -74,7 +80,9 @@ def test_the_kv_cache_gets_what_the_largest_step_leaves(
     runner, left = ModelRunner(tiny_model, block_size=16), []
     with tiny_model.body.register_forward_hook(note, with_kwargs=True):
         for peak in (0, 1 << 30):
-            monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, peak=peak: 100 + peak)
+            monkeypatch.setattr(
+                torch.cuda, "max_memory_allocated", lambda device, peak=peak: 100 + peak
+            )
             left.append(runner.memory_for_cache(300, rows=5, max_model_len=128))
     assert steps == [(300, 127)] * 2
     assert 0 < left[0] < 8 << 30
@@ -94,7 +102,9 @@ def test_a_forward_pass_runs_on_the_device_of_its_tokens(
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    with tiny_model.body.register_forward_pre_hook(lambda body, args: devices.append(current.copy())):
+    with tiny_model.body.register_forward_pre_hook(
+        lambda body, args: devices.append(current.copy())
+    ):
         LLM(tiny_model).generate([[5, 6]], SamplingParams(max_tokens=1), use_tqdm=False)
     assert devices == [["cpu"]]
 
@@ -103,13 +113,24 @@ def test_a_forward_pass_runs_on_the_device_of_its_tokens(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_on_cuda_guided_outputs_are_those_of_the_cpu(
-    tiny_model: LoadedModel, tiny_llama_dir: Path, enforce_eager: bool, caplog: pytest.LogCaptureFixture
+    tiny_model: LoadedModel,
+    tiny_llama_dir: Path,
+    enforce_eager: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     prompts, params = zip(*requests().values(), strict=True)
     config = EngineConfig(max_model_len=128, enforce_eager=enforce_eager)
-    expected = LLM(tiny_model, config=copy.copy(config)).generate(list(prompts), list(params), use_tqdm=False)
+    expected = LLM(tiny_model, config=copy.copy(config)).generate(
+        list(prompts), list(params), use_tqdm=False
+    )
     on_gpu = load_model(str(tiny_llama_dir), dtype="float32", device="cuda")
-    found = LLM(on_gpu, config=config).generate(list(prompts), list(params), use_tqdm=False)
-    assert not [record for record in caplog.records if record.name == "engine.model.runner"]  # graphs are not off
+    found = LLM(on_gpu, config=config).generate(
+        list(prompts), list(params), use_tqdm=False
+    )
+    assert not [
+        record for record in caplog.records if record.name == "engine.model.runner"
+    ]  # graphs are not off
     for one, same in zip(found, expected, strict=True):
-        assert [each.text for each in one.outputs] == [each.text for each in same.outputs]
+        assert [each.text for each in one.outputs] == [
+            each.text for each in same.outputs
+        ]

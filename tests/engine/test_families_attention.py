@@ -1,4 +1,5 @@
-"""Each family of models with attention only gives transformers' own tokens, or is refused."""
+"""Each family of models with attention only gives transformers' own tokens, or is
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each family of mixtures, and of models that read images too, gives transformers' own tokens, or is refused."""
+"""Each family of mixtures, and of models that read images too, gives transformers' own
+tokens, or is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each family of models with recurrent layers gives transformers' own tokens, or is refused."""
+"""Each family of models with recurrent layers gives transformers' own tokens, or is
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Liger's fused kernels, in Triton's interpreter: in a process of its own, because Triton reads that once."""
+"""Liger's fused kernels, in Triton's interpreter: in a process of its own, because
+Triton reads that once."""
 
 from __future__ import annotations
 
@@ -75,12 +76,32 @@ with torch.inference_mode():
 
 
 def test_fused_kernels_belong_to_one_model_and_keep_its_logits() -> None:
-    pytest.importorskip("liger_kernel", reason="Liger is not installed: pip install '.[gpu]'")
+    pytest.importorskip(
+        "liger_kernel", reason="Liger is not installed: pip install '.[gpu]'"
+    )
     paths = [str(Path(__file__).parents[1] / "support"), *sys.path]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    # Norms, attention with its rotary embedding, gated activations; the experts of a mixture stay as they are.
-    assert done.stdout.splitlines() == ["Llama 3 9", "Qwen 3 13", "Gemma 2 13", "Mixtral 7"]
-    assert "the model runs without fused kernels: the logits would differ" in done.stderr
+    # Norms, attention with its rotary embedding, gated activations; the experts of a
+    # mixture stay as they are.
+    assert done.stdout.splitlines() == [
+        "Llama 3 9",
+        "Qwen 3 13",
+        "Gemma 2 13",
+        "Mixtral 7",
+    ]
+    assert (
+        "the model runs without fused kernels: the logits would differ" in done.stderr
+    )
     assert "Liger has none for cwm" in done.stderr

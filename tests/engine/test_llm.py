@@ -20,7 +20,13 @@ PROMPTS = ["The quick", "brown fox", "jumps"]
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama_dir: Path) -> LLM:
-    return LLM(str(tiny_llama_dir), "inline", config=EngineConfig(max_model_len=128), dtype="float32", device="cpu")
+    return LLM(
+        str(tiny_llama_dir),
+        "inline",
+        config=EngineConfig(max_model_len=128),
+        dtype="float32",
+        device="cpu",
+    )
 
 
 def test_many_prompts_in_order(llm: LLM) -> None:
@@ -30,7 +36,11 @@ def test_many_prompts_in_order(llm: LLM) -> None:
     for prompt, output in zip(PROMPTS, many, strict=True):
         [alone] = llm.generate(prompt, params, use_tqdm=False)
         [by_ids] = llm.generate(llm.tokenizer.encode(prompt), params, use_tqdm=False)
-        assert output.outputs[0].token_ids == alone.outputs[0].token_ids == by_ids.outputs[0].token_ids
+        assert (
+            output.outputs[0].token_ids
+            == alone.outputs[0].token_ids
+            == by_ids.outputs[0].token_ids
+        )
 
 
 def test_parameters_and_errors_belong_to_their_prompt(llm: LLM) -> None:
@@ -48,13 +58,19 @@ def test_parameters_and_errors_belong_to_their_prompt(llm: LLM) -> None:
 
 def test_one_bad_request_and_none_is_run(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="500 in the completion"):
-        llm.generate(PROMPTS, [SamplingParams(), SamplingParams(max_tokens=500), SamplingParams()], use_tqdm=False)
+        llm.generate(
+            PROMPTS,
+            [SamplingParams(), SamplingParams(max_tokens=500), SamplingParams()],
+            use_tqdm=False,
+        )
     assert not llm.engine.has_unfinished
     with pytest.raises(ValueError, match="3 prompts and 1"):
         llm.generate(PROMPTS, [SamplingParams()])
 
 
-def test_the_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_counts_prompts(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
     llm.generate(PROMPTS, SamplingParams(max_tokens=3))
     shown = capsys.readouterr().err
     assert "3/3" in shown
@@ -65,9 +81,14 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hello"}]
     params = SamplingParams(temperature=0.0, max_tokens=4)
     [one] = llm.chat(conversation, params, use_tqdm=False)
-    assert llm.tokenizer.decode(one.prompt_token_ids) == "<|user|>hello<|end|><|assistant|>"
+    assert (
+        llm.tokenizer.decode(one.prompt_token_ids)
+        == "<|user|>hello<|end|><|assistant|>"
+    )
     two = llm.chat([conversation, conversation], params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in two] == [one.outputs[0].token_ids] * 2
+    assert [output.outputs[0].token_ids for output in two] == [
+        one.outputs[0].token_ids
+    ] * 2
 
 
 def test_a_pool_is_handed_in_or_made(tiny_model: LoadedModel) -> None:
@@ -95,21 +116,31 @@ def test_the_package_exports_what_it_says() -> None:
         (SamplingParams, "max_token", "max_tokens"),
     ],
 )
-def test_an_unknown_option_is_refused_by_name(tiny_model: LoadedModel, refuser: Any, name: str, instead: str) -> None:
+def test_an_unknown_option_is_refused_by_name(
+    tiny_model: LoadedModel, refuser: Any, name: str, instead: str
+) -> None:
     with pytest.raises(InvalidRequest, match=instead) as raised:
         refuser(*([tiny_model] if refuser is LLM else []), **{name: 1})
     assert raised.value.param == name
 
 
 def test_vllms_quick_start_keywords(tiny_model: LoadedModel) -> None:
-    with LLM(tiny_model, tensor_parallel_size=1, enforce_eager=True, max_model_len=64, seed=3) as llm:
+    with LLM(
+        tiny_model, tensor_parallel_size=1, enforce_eager=True, max_model_len=64, seed=3
+    ) as llm:
         assert (llm.max_model_len, llm.engine.config.seed) == (64, 3)
         params = SamplingParams(temperature=0.0, max_tokens=4)
         ids = llm.tokenizer.encode("The fox")
         text, tokens, plain = llm.generate(
-            [{"prompt": "The fox"}, {"prompt_token_ids": ids}, ids], params, use_tqdm=False
+            [{"prompt": "The fox"}, {"prompt_token_ids": ids}, ids],
+            params,
+            use_tqdm=False,
         )
-        assert text.outputs[0].token_ids == tokens.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert (
+            text.outputs[0].token_ids
+            == tokens.outputs[0].token_ids
+            == plain.outputs[0].token_ids
+        )
         with pytest.raises(InvalidRequest, match="text or token ids"):
             llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}, params)
         with pytest.raises(InvalidRequest, match="LoRA"):
@@ -122,9 +153,16 @@ class Color(Enum):
 
 
 def test_answers_are_parsed_back(llm: LLM) -> None:
-    [output] = llm.generate("The", SamplingParams(output_type=Color, n=2), use_tqdm=False)
-    assert all(isinstance(one.parsed, Color) and one.parsed.value == one.text for one in output.outputs)
-    [cut] = llm.generate("The", SamplingParams(output_type=list[str], max_tokens=1), use_tqdm=False)
+    [output] = llm.generate(
+        "The", SamplingParams(output_type=Color, n=2), use_tqdm=False
+    )
+    assert all(
+        isinstance(one.parsed, Color) and one.parsed.value == one.text
+        for one in output.outputs
+    )
+    [cut] = llm.generate(
+        "The", SamplingParams(output_type=list[str], max_tokens=1), use_tqdm=False
+    )
     assert cut.outputs[0].finish_reason == "length"
     assert cut.outputs[0].parsed is None
     with pytest.raises(InvalidConstraint, match="regex and output_type are given"):
@@ -132,7 +170,15 @@ def test_answers_are_parsed_back(llm: LLM) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_an_error(llm: LLM) -> None:
-    with pytest.raises(ContextLengthExceeded, match=f"resulted in {llm.max_model_len} tokens"):
-        llm.generate(["a", [5] * llm.max_model_len], SamplingParams(max_tokens=None), use_tqdm=False)
-    [one] = llm.generate([[5] * (llm.max_model_len - 1)], SamplingParams(max_tokens=1), use_tqdm=False)
+    with pytest.raises(
+        ContextLengthExceeded, match=f"resulted in {llm.max_model_len} tokens"
+    ):
+        llm.generate(
+            ["a", [5] * llm.max_model_len],
+            SamplingParams(max_tokens=None),
+            use_tqdm=False,
+        )
+    [one] = llm.generate(
+        [[5] * (llm.max_model_len - 1)], SamplingParams(max_tokens=1), use_tqdm=False
+    )
     assert len(one.outputs[0].token_ids) == 1

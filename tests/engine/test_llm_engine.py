@@ -24,7 +24,9 @@ def greedy(**params: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, **params)
 
 
-def one(make_engine: MakeEngine, params: SamplingParams, prompt: Any = PROMPT) -> RequestOutput:
+def one(
+    make_engine: MakeEngine, params: SamplingParams, prompt: Any = PROMPT
+) -> RequestOutput:
     return run(make_engine(), {"r": (prompt, params)})["r"]
 
 
@@ -44,7 +46,9 @@ def test_a_stop_token_ends_it_and_is_no_text(make_engine: MakeEngine) -> None:
     stopped = one(make_engine, greedy(stop_token_ids=[stop])).outputs[0]
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
     assert stopped.token_ids == free.token_ids[:8]
-    kept = one(make_engine, greedy(stop_token_ids=[stop], include_stop_str_in_output=True)).outputs[0]
+    kept = one(
+        make_engine, greedy(stop_token_ids=[stop], include_stop_str_in_output=True)
+    ).outputs[0]
     assert kept.text.startswith(stopped.text)
     assert len(kept.text) > len(stopped.text)
 
@@ -54,7 +58,11 @@ def test_the_model_s_own_stop_token_has_no_stop_reason(make_engine: MakeEngine) 
     output = one(make_engine, greedy(logit_bias={eos: 100})).outputs[0]
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
     assert (output.text, output.token_ids) == ("", [eos])
-    spelled = greedy(logit_bias={eos: 100}, include_stop_str_in_output=True, skip_special_tokens=False)
+    spelled = greedy(
+        logit_bias={eos: 100},
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+    )
     assert one(make_engine, spelled).outputs[0].text == "<|end|>"
 
 
@@ -71,7 +79,10 @@ def test_stop_strings(make_engine: MakeEngine, include: bool) -> None:
     free = one(make_engine, greedy()).outputs[0]
     stop = free.text[9:11]
     at = free.text.index(stop)
-    output = one(make_engine, greedy(stop=[stop, "never there"], include_stop_str_in_output=include)).outputs[0]
+    output = one(
+        make_engine,
+        greedy(stop=[stop, "never there"], include_stop_str_in_output=include),
+    ).outputs[0]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
     assert output.text == free.text[: at + len(stop) * include]
     assert free.token_ids[: len(output.token_ids)] == output.token_ids
@@ -80,21 +91,48 @@ def test_stop_strings(make_engine: MakeEngine, include: bool) -> None:
 
 
 def test_a_seed_repeats_in_any_batch_and_with_any_id(make_engine: MakeEngine) -> None:
-    mine = SamplingParams(seed=42, temperature=1.2, top_p=0.95, max_tokens=40, n=2, ignore_eos=True)
-    others = {f"other {index}": (PROMPT[index:], SamplingParams(max_tokens=40, ignore_eos=True)) for index in range(5)}
+    mine = SamplingParams(
+        seed=42, temperature=1.2, top_p=0.95, max_tokens=40, n=2, ignore_eos=True
+    )
+    others = {
+        f"other {index}": (
+            PROMPT[index:],
+            SamplingParams(max_tokens=40, ignore_eos=True),
+        )
+        for index in range(5)
+    }
     alone = run(make_engine(), {"mine": (PROMPT, mine)})["mine"]
     crowded = run(make_engine(), {**others, "another id": (PROMPT, mine)})["another id"]
-    assert [one.token_ids for one in crowded.outputs] == [one.token_ids for one in alone.outputs]
+    assert [one.token_ids for one in crowded.outputs] == [
+        one.token_ids for one in alone.outputs
+    ]
     assert alone.outputs[0].token_ids != alone.outputs[1].token_ids
-    seeds = [sequence_seed(*each) for each in ((0, "a", None, 0), (1, "a", None, 0), (0, "b", None, 0), (0, "a", 7, 0))]
+    seeds = [
+        sequence_seed(*each)
+        for each in (
+            (0, "a", None, 0),
+            (1, "a", None, 0),
+            (0, "b", None, 0),
+            (0, "a", 7, 0),
+        )
+    ]
     assert len(set(seeds)) == 4
 
 
 def test_a_prompt_too_long_is_ignored_and_says_why(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    found = run(engine, {"long": ([5] * 128, greedy(max_tokens=1, n=2)), "short": ([5] * 127, greedy(max_tokens=1))})
+    found = run(
+        engine,
+        {
+            "long": ([5] * 128, greedy(max_tokens=1, n=2)),
+            "short": ([5] * 127, greedy(max_tokens=1)),
+        },
+    )
     assert found["long"].finished
-    assert [output.finish_reason for output in found["long"].outputs] == ["length", "length"]
+    assert [output.finish_reason for output in found["long"].outputs] == [
+        "length",
+        "length",
+    ]
     error = found["long"].error
     assert isinstance(error, InvalidRequest)
     assert error.param == "prompt"
@@ -133,18 +171,19 @@ def test_abort_in_every_state(make_engine: MakeEngine) -> None:
     for name in ("running", "waiting", "not there"):
         engine.abort_request(name)
     found = finish(engine)
-    assert {name: output.outputs[0].finish_reason for name, output in found.items()} == {
-        "running": "abort",
-        "waiting": "abort",
-        "stays": "length",
-    }
+    assert {
+        name: output.outputs[0].finish_reason for name, output in found.items()
+    } == {"running": "abort", "waiting": "abort", "stays": "length"}
     assert len(found["running"].outputs[0].token_ids) == 5
     engine.add_request("running", PROMPT, greedy())  # the id is free again
     assert finish(engine)["running"].finished
 
 
 def test_min_tokens_keeps_an_open_constraint_going(make_engine: MakeEngine) -> None:
-    output = one(make_engine, greedy(regex="[a-z]*", max_tokens=40, min_tokens=12, logit_bias={1: 100.0})).outputs[0]
+    output = one(
+        make_engine,
+        greedy(regex="[a-z]*", max_tokens=40, min_tokens=12, logit_bias={1: 100.0}),
+    ).outputs[0]
     assert (len(output.token_ids), output.finish_reason) == (13, "stop")
     assert re.fullmatch("[a-z]+", output.text)
 
@@ -159,8 +198,14 @@ def test_a_mask_that_forbids_everything_is_an_error_and_no_token(
                 part.masks[part.slots] = 0
             return step
 
-    guided = [SamplingParams(regex="[0-9]{3}", n=2), SamplingParams(choice=["x"], use_beam_search=True, temperature=0)]
-    requests = {name: (PROMPT, params) for name, params in zip("abc", (*guided, greedy()), strict=True)}
+    guided = [
+        SamplingParams(regex="[0-9]{3}", n=2),
+        SamplingParams(choice=["x"], use_beam_search=True, temperature=0),
+    ]
+    requests = {
+        name: (PROMPT, params)
+        for name, params in zip("abc", (*guided, greedy()), strict=True)
+    }
     found = run(make_engine(EmptyPool(tiny_model.vocabulary)), requests)
     assert found.pop("c").error is None
     for output in found.values():

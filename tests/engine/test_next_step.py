@@ -1,5 +1,5 @@
-"""The decode step that is launched before the host knows its tokens. CUDA graphs are replaced, as in
-`test_cuda_graphs.py`."""
+"""The decode step that is launched before the host knows its tokens. CUDA graphs are
+replaced, as in `test_cuda_graphs.py`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-def count_forwards(engine: LLMEngine, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the number of replays before each step's tokens are appended."""
+def count_forwards(
+    engine: LLMEngine, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """Return a list that gets the number of replays before each step's tokens are
+    appended."""
     counts: list[int] = []
     append = engine.append
 
@@ -53,7 +56,8 @@ def test_a_step_is_launched_before_the_last_is_appended(
     for name in ("a", "b"):
         engine.add_request(name, [5, 6, 7], GREEDY)
     finish(engine)
-    # The prefill launches the first decode. The step after the last token is computed in vain.
+    # The prefill launches the first decode. The step after the last token is computed
+    # in vain.
     assert counts == list(range(1, 11))
 
 
@@ -64,11 +68,15 @@ def test_rows_that_go_on_are_not_computed_again(
     engine = make_engine(max_num_seqs=4, block_size=4)
     calls.log.clear()
     counts = count_forwards(engine, calls, monkeypatch)
-    engine.add_request("short", [5, 6], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    engine.add_request(
+        "short", [5, 6], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    )
     engine.add_request("long", [7, 8, 9], GREEDY)
     for _ in range(6):
         engine.step()
-    engine.add_request("late", [9, 9], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    engine.add_request(
+        "late", [9, 9], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    )
     finish(engine)
     assert counts == list(range(1, 11))
 
@@ -79,7 +87,11 @@ def test_log_probabilities_are_not_read_behind_the_next_step(
     engine = make_engine(max_num_seqs=4)
     calls.log.clear()
     counts = count_forwards(engine, calls, monkeypatch)
-    engine.add_request("a", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1))
+    engine.add_request(
+        "a",
+        [5, 6, 7],
+        SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1),
+    )
     finish(engine)
     assert counts == list(range(5))
 
@@ -94,10 +106,14 @@ class Changing(LogitPostProcessor):
         self._changes: Counter[int] = Counter()
         """How often each sequence was changed."""
 
-    def prepare(self, sequences: Sequence[GuidedSequence], *arguments: Any, **named: Any) -> None:
+    def prepare(
+        self, sequences: Sequence[GuidedSequence], *arguments: Any, **named: Any
+    ) -> None:
         pass
 
-    def edits(self, sequences: Sequence[GuidedSequence], samples: Any = ()) -> dict[int, SampledEdit]:
+    def edits(
+        self, sequences: Sequence[GuidedSequence], samples: Any = ()
+    ) -> dict[int, SampledEdit]:
         edits = {}
         for sequence in sequences:
             output = sequence.output_token_ids
@@ -105,18 +121,24 @@ class Changing(LogitPostProcessor):
             if len(output) > 2 and output[-1] % 3 == 0 and changes < 3:
                 self._changes[sequence.sequence_id] += 1
                 append = [301] if changes == 1 and not sequence.constrained else []
-                edits[sequence.sequence_id] = SampledEdit(rollback=1 + changes, append=append)
+                edits[sequence.sequence_id] = SampledEdit(
+                    rollback=1 + changes, append=append
+                )
         return edits
 
 
 def churn(engine: LLMEngine, seed: int) -> dict[str, list[list[int]]]:
-    """Add requests of all kinds at random steps, abort some, and return the tokens of the others."""
+    """Add requests of all kinds at random steps, abort some, and return the tokens of
+    the others."""
     generator = random.Random(seed)
     kinds = [
         {"temperature": 0.0},
         {"temperature": 0.9, "seed": 3, "n": 2},
         {"regex": "[0-9]{6,20}", "temperature": 0.8, "seed": 1},
-        {"json_schema": '{"type": "object", "properties": {"a": {"type": "integer"}}}', "seed": 2},
+        {
+            "json_schema": '{"type": "object", "properties": {"a": {"type": "integer"}}}',
+            "seed": 2,
+        },
         {"temperature": 0.0, "frequency_penalty": 0.7},
         {"temperature": 0.0, "logprobs": 1},
         {"temperature": 0.0, "use_beam_search": True, "best_of": 2},
@@ -125,7 +147,10 @@ def churn(engine: LLMEngine, seed: int) -> dict[str, list[list[int]]]:
     aborted = set()
     for number in range(24):
         name = str(number)
-        params: dict[str, Any] = {"max_tokens": generator.randint(1, 24), **generator.choice(kinds)}
+        params: dict[str, Any] = {
+            "max_tokens": generator.randint(1, 24),
+            **generator.choice(kinds),
+        }
         prompt = [generator.randint(5, 250) for _ in range(generator.randint(1, 30))]
         engine.add_request(name, prompt, SamplingParams(**params))
         tokens[name] = []
@@ -149,7 +174,11 @@ def test_outputs_are_those_of_eager_steps(
     outputs = []
     for enforce_eager in (True, False):
         config = EngineConfig(
-            max_model_len=128, max_num_seqs=6, block_size=4, num_blocks=70, enforce_eager=enforce_eager
+            max_model_len=128,
+            max_num_seqs=6,
+            block_size=4,
+            num_blocks=70,
+            enforce_eager=enforce_eager,
         )
         pool = InlinePool(tiny_model.vocabulary)
         engine = LLMEngine(tiny_model, config, pool, processor() if processor else None)

@@ -42,11 +42,16 @@ def test_packed_weights_give_the_same_logits(tied: bool) -> None:
     expected = model(tokens).logits
     shape = model.lm_head.weight.shape
     pack(model)
-    assert packed(model) == [*(f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")), "lm_head"]
+    assert packed(model) == [
+        *(f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")),
+        "lm_head",
+    ]
     torch.testing.assert_close(model(tokens).logits, expected)
     assert model.lm_head.weight.shape == shape
     # The weight of the head stays where it is the embeddings' too.
-    assert model.lm_head.weight.untyped_storage().nbytes() == (shape.numel() * 4 if tied else 4)
+    assert model.lm_head.weight.untyped_storage().nbytes() == (
+        shape.numel() * 4 if tied else 4
+    )
     assert model.model.layers[0].mlp.up_proj.weight.untyped_storage().nbytes() == 4
 
 
@@ -60,7 +65,9 @@ def test_packed_weights_stay_if_the_logits_do() -> None:
 
 
 @torch.inference_mode()
-def test_weights_that_change_the_logits_are_unpacked(caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_change_the_logits_are_unpacked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = make(tied=False)
     probe = Probe(model, _body(model))
     probe.record()
@@ -74,4 +81,6 @@ def test_weights_that_change_the_logits_are_unpacked(caplog: pytest.LogCaptureFi
     probe.optimise(head, partial(spoil, model), "packed weights")
     assert packed(model) == []
     assert torch.equal(model.lm_head.weight, before)
-    assert "the model runs without packed weights: the logits would differ" in caplog.text
+    assert (
+        "the model runs without packed weights: the logits would differ" in caplog.text
+    )

@@ -1,4 +1,5 @@
-"""The kernel of CUDA's attention: in Triton's interpreter against the CPU's way, compiled for GPUs, and on a device."""
+"""The kernel of CUDA's attention: in Triton's interpreter against the CPU's way,
+compiled for GPUs, and on a device."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ SHARED_BYTES = 99 << 10
 @pytest.fixture(scope="module")
 def differences() -> dict[str, float]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "attention_cases"]
     found: dict[str, float] = json.loads(
         subprocess.run(command, env=environment, check=True, capture_output=True).stdout
@@ -45,7 +51,9 @@ def differences() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_it_is_as_on_the_cpu(name: str, differences: dict[str, float]) -> None:
+def test_interpreted_it_is_as_on_the_cpu(
+    name: str, differences: dict[str, float]
+) -> None:
     assert differences[name] < tolerance(CASES[name])
 
 
@@ -63,7 +71,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Compiler:
         def __getitem__(self, grid: Any) -> Any:
-            return lambda *inputs, **constants: kept.append(kernel.warmup(*inputs, grid=grid, **constants))
+            return lambda *inputs, **constants: kept.append(
+                kernel.warmup(*inputs, grid=grid, **constants)
+            )
 
     monkeypatch.setattr(paged_kernel, "_attend", Compiler())
     return kept
@@ -74,7 +84,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("size", range(3))
 @pytest.mark.parametrize("dtype", range(3))
 def test_it_compiles_for_gpus(
-    compiled: list[Any], monkeypatch: pytest.MonkeyPatch, dtype: int, size: int, is_decode: bool
+    compiled: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: int,
+    size: int,
+    is_decode: bool,
 ) -> None:
     """Each GPU with each type and each size. All combinations take minutes."""
     if dtype == 1 and not is_decode:
@@ -82,24 +96,34 @@ def test_it_compiles_for_gpus(
     gpu = GPUS[(dtype + size + is_decode) % 3]
     target = GPUTarget("cuda", gpu, 32)
     device = SimpleNamespace(
-        get_current_device=lambda: gpu, get_current_stream=lambda device: 0, get_current_target=lambda: target
+        get_current_device=lambda: gpu,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
     )
     monkeypatch.setattr(driver, "_active", device)
-    rows = [torch.zeros(48, heads, dim, dtype=TYPES[dtype]) for heads, dim in zip((8, 2, 2), SIZES[size], strict=True)]
+    rows = [
+        torch.zeros(48, heads, dim, dtype=TYPES[dtype])
+        for heads, dim in zip((8, 2, 2), SIZES[size], strict=True)
+    ]
     sinks = rows[0][0, :, 0].contiguous() if size == 0 else None
     numbers = torch.zeros(49, dtype=torch.int64)
     softcap = 30.0 if dtype == 0 else None
     width = 64 if size == 1 else 1  # with 64 blocks, keys are split
     tables = torch.zeros(48 if is_decode else 2, width, dtype=torch.int64)
-    paged_kernel.attend(*rows, sinks, numbers[:48], numbers, tables, 16, 0.1, softcap, 64, size == 1)
+    paged_kernel.attend(
+        *rows, sinks, numbers[:48], numbers, tables, 16, 0.1, softcap, 64, size == 1
+    )
     (kernel,) = compiled
     assert len(kernel.asm["cubin"]) > 1000
     assert kernel.metadata.shared <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("title", ["Qwen 3", "Llama 4 (text)", "gpt-oss", "Qwen 3.5"])
-def test_a_step_reads_only_what_is_on_the_device(title: str, tiny_tokenizer: Any) -> None:
-    """The device "meta" has no numbers: what waits for some, or makes tensors of some, fails there."""
+def test_a_step_reads_only_what_is_on_the_device(
+    title: str, tiny_tokenizer: Any
+) -> None:
+    """The device "meta" has no numbers: what waits for some, or makes tensors of some,
+    fails there."""
     family = next(family for family in FAMILIES if family.title == title)
     model = prepare_model(family.make().to(torch.bfloat16), tiny_tokenizer)
     meta = torch.device("meta")

@@ -1,4 +1,5 @@
-"""`allowed_token_ids` and `bad_words` with words as people have them, by `LLM` and the embedded model."""
+"""`allowed_token_ids` and `bad_words` with words as people have them, by `LLM` and the
+embedded model."""
 
 from __future__ import annotations
 
@@ -32,19 +33,30 @@ def llm() -> Iterator[LLM]:
 
 
 def run(llm: LLM, **fields: Any) -> RequestOutput:
-    [output] = llm.generate(PROMPT, SamplingParams(**{"temperature": 0, "max_tokens": 60, **fields}), use_tqdm=False)
+    [output] = llm.generate(
+        PROMPT,
+        SamplingParams(**{"temperature": 0, "max_tokens": 60, **fields}),
+        use_tqdm=False,
+    )
     return output
 
 
-@pytest.mark.parametrize("fields", [{}, {"json_schema": SCHEMA}, {"json_schema": SCHEMA, "temperature": 0.8, "n": 3}])
-def test_a_word_of_several_tokens_is_not_written(llm: LLM, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"json_schema": SCHEMA}, {"json_schema": SCHEMA, "temperature": 0.8, "n": 3}],
+)
+def test_a_word_of_several_tokens_is_not_written(
+    llm: LLM, fields: dict[str, Any]
+) -> None:
     spelled = llm.tokenizer.encode(" Berg", add_special_tokens=False)
     assert len(spelled) > 1
     assert "Berg" in run(llm, **fields).outputs[0].text
     for output in run(llm, **fields, bad_words=["Berg", "Oslo"]).outputs:
         assert output.finish_reason in ("stop", "length")
         assert not {"Berg", "Oslo"} & {*output.text.replace('"', " ").split()}
-    one = run(llm, **fields, bad_words=["Ber"]).outputs[0]  # it only is a part of the word, if a token has the rest
+    one = run(llm, **fields, bad_words=["Ber"]).outputs[
+        0
+    ]  # it only is a part of the word, if a token has the rest
     assert one.finish_reason == "stop"
 
 
@@ -57,12 +69,24 @@ def test_a_word_of_several_tokens_is_not_written(llm: LLM, fields: dict[str, Any
         ({"choice": ["yes", "no"], "bad_words": ["yes", "no"]}, None),
         ({"regex": "[0-9]{4}", "allowed_token_ids": "x"}, None),
         ({"json_schema": SCHEMA, "bad_words": ["city"]}, None),
-        ({"choice": ["ab", "ac"], "bad_words": ["ab", "ac"], "use_beam_search": True, "best_of": 2}, None),
+        (
+            {
+                "choice": ["ab", "ac"],
+                "bad_words": ["ab", "ac"],
+                "use_beam_search": True,
+                "best_of": 2,
+            },
+            None,
+        ),
     ],
 )
-def test_beside_a_constraint_both_masks_hold(llm: LLM, fields: dict[str, Any], expected: str | None) -> None:
+def test_beside_a_constraint_both_masks_hold(
+    llm: LLM, fields: dict[str, Any], expected: str | None
+) -> None:
     if "allowed_token_ids" in fields:
-        tokens = llm.tokenizer.encode(fields["allowed_token_ids"], add_special_tokens=False)
+        tokens = llm.tokenizer.encode(
+            fields["allowed_token_ids"], add_special_tokens=False
+        )
         fields = {**fields, "allowed_token_ids": tokens}
     [output] = run(llm, **fields).outputs[:1]
     if expected is None:
@@ -75,9 +99,19 @@ def test_beside_a_constraint_both_masks_hold(llm: LLM, fields: dict[str, Any], e
 def test_many_words_take_no_pass_over_the_vocabulary_each() -> None:
     """With a pass for each ending of each word, this takes 2.6 s."""
     letters = random.Random(0)
-    words = ["".join(letters.choices("etaoinshrdlu", k=letters.randint(1, 9))) for _ in range(150_000)]
-    texts = TokenTexts(Vocabulary(tuple(word.encode() for word in words), (0,), frozenset({0}), len(words)), [])
-    params = SamplingParams(bad_words=["".join(letters.choices("etaoinshrdlu", k=64)) for _ in range(256)])
+    words = [
+        "".join(letters.choices("etaoinshrdlu", k=letters.randint(1, 9)))
+        for _ in range(150_000)
+    ]
+    texts = TokenTexts(
+        Vocabulary(
+            tuple(word.encode() for word in words), (0,), frozenset({0}), len(words)
+        ),
+        [],
+    )
+    params = SamplingParams(
+        bad_words=["".join(letters.choices("etaoinshrdlu", k=64)) for _ in range(256)]
+    )
     began = time.process_time()
     Restriction(params, texts, [0], torch.device("cpu"))
     assert time.process_time() - began < 1.3
@@ -85,7 +119,9 @@ def test_many_words_take_no_pass_over_the_vocabulary_each() -> None:
 
 def test_ignore_eos_leaves_the_allowed_tokens(llm: LLM) -> None:
     tokens = llm.tokenizer.encode("abc", add_special_tokens=False)
-    output = run(llm, allowed_token_ids=tokens, ignore_eos=True, temperature=1).outputs[0]
+    output = run(llm, allowed_token_ids=tokens, ignore_eos=True, temperature=1).outputs[
+        0
+    ]
     assert len(output.token_ids) == 60
     assert {*output.token_ids} <= {*tokens}
 

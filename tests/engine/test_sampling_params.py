@@ -34,7 +34,10 @@ REFUSED: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("param", "value"), [(param, value) for param in REFUSED for value in REFUSED[param]])
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [(param, value) for param in REFUSED for value in REFUSED[param]],
+)
 def test_each_refusal_names_its_parameter(param: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=param) as refusal:
         SamplingParams(**{param: value})
@@ -44,15 +47,29 @@ def test_each_refusal_names_its_parameter(param: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "others"),
     [
-        ("json_schema", '{"enum": [1, 2], "type": "integer"}', {"output_type": Literal[1, 2]}),
+        (
+            "json_schema",
+            '{"enum": [1, 2], "type": "integer"}',
+            {"output_type": Literal[1, 2]},
+        ),
         ("output_type", Literal["a", "b"], {"choice": ["a", "b", "a"]}),
-        ("output_type", dict[str, int], {"json_schema": TypeAdapter(dict[str, int]).json_schema()}),
+        (
+            "output_type",
+            dict[str, int],
+            {"json_schema": TypeAdapter(dict[str, int]).json_schema()},
+        ),
         ("regex", "[0-9]+", {"constraint": Constraint.regex("[0-9]+")}),
     ],
 )
-def test_equal_constraints_count_once(field: str, value: Any, others: dict[str, Any]) -> None:
+def test_equal_constraints_count_once(
+    field: str, value: Any, others: dict[str, Any]
+) -> None:
     constraint = SamplingParams(**{field: value}).constraint
-    assert SamplingParams(**{**others, field: value}).constraint == SamplingParams(**others).constraint == constraint
+    assert (
+        SamplingParams(**{**others, field: value}).constraint
+        == SamplingParams(**others).constraint
+        == constraint
+    )
 
 
 BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0, "n": 2}
@@ -62,26 +79,43 @@ RESAMPLED: dict[str, Any] = {"resample": True, "regex": "a", "best_of": 2}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({**BEAMS, "length_penalty": -100}, r"length_penalty is -100; it must be between -10 and 10"),
+        (
+            {**BEAMS, "length_penalty": -100},
+            r"length_penalty is -100; it must be between -10 and 10",
+        ),
         ({**BEAMS, "top_p": 0.5}, "top_p does not work with use_beam_search"),
         ({**BEAMS, "mask_details": True}, "mask_details does not"),
         ({**BEAMS, "best_of": 1}, r"best_of is 1; it must be at least n \(2\)"),
-        ({"resample": True, "best_of": 2}, "resample draws n of best_of samples: it requires a constraint"),
+        (
+            {"resample": True, "best_of": 2},
+            "resample draws n of best_of samples: it requires a constraint",
+        ),
         ({"resample": True, "regex": "a", "n": 2}, "best_of above n"),
         ({**RESAMPLED, "use_beam_search": True}, "without beams"),
         ({**RESAMPLED, "temperature": 0.5}, "temperature must be 1"),
         ({**RESAMPLED, "logit_bias": {3: 1.0}}, "logit_bias must be None"),
-        ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens \(5\) is more than max_tokens \(4\)"),
+        (
+            {"min_tokens": 5, "max_tokens": 4},
+            r"min_tokens \(5\) is more than max_tokens \(4\)",
+        ),
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern"),
         ({"json_schema": {}, "regex": "a"}, "json_schema and regex"),
         ({"choice": ["a"], "output_type": Literal["a", "b"]}, "choice and output_type"),
-        ({"json_object": True, "output_type": dict[str, int]}, "json_object and output_type"),
+        (
+            {"json_object": True, "output_type": dict[str, int]},
+            "json_object and output_type",
+        ),
         ({"regex": "a", "constraint": Constraint.regex("b")}, "constraint and regex"),
         ({"regex": "a", "backend": "pencil"}, "pencil"),
-        ({"grammar": 'start: "a"', "backend": "lm-format-enforcer"}, r"lm-format-enforcer.*grammar"),
+        (
+            {"grammar": 'start: "a"', "backend": "lm-format-enforcer"},
+            r"lm-format-enforcer.*grammar",
+        ),
     ],
 )
-def test_what_does_not_go_together_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_together_is_refused(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**fields)
 
@@ -102,13 +136,21 @@ def test_top_k_is_off_with_minus_one_too() -> None:
         ({"constraint": Constraint.regex("b")}, "regex"),
     ],
 )
-def test_the_constraint_is_there(fields: dict[str, Any], kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_constraint_is_there(
+    fields: dict[str, Any], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     params = SamplingParams(**fields)
     assert params.constraint is not None
-    assert (params.constraint.kind, params.constraint.whitespace) == (kind, fields.get("whitespace_pattern"))
+    assert (params.constraint.kind, params.constraint.whitespace) == (
+        kind,
+        fields.get("whitespace_pattern"),
+    )
     assert dataclasses.replace(params, n=2).constraint == params.constraint
     assert dataclasses.replace(params, stop="a").stop == ()
-    assert f"stop is ignored: it is not searched in the output of a {kind} constraint" in caplog.text
+    assert (
+        f"stop is ignored: it is not searched in the output of a {kind} constraint"
+        in caplog.text
+    )
     with pytest.raises(InvalidRequest, match=r"cut the .* constraint short") as refusal:
         dataclasses.replace(params, stop_token_ids=[1])
     assert refusal.value.param == "stop_token_ids"

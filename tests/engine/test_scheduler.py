@@ -17,12 +17,18 @@ BLOCK = 4
 
 def group(name: str, tokens: int, n: int = 1, **fields: Any) -> SequenceGroup:
     params = SamplingParams(n=n, **fields)
-    return SequenceGroup(name, [new_sequence(params, [1] * tokens, index) for index in range(n)], params)
+    return SequenceGroup(
+        name, [new_sequence(params, [1] * tokens, index) for index in range(n)], params
+    )
 
 
-def scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 100) -> Scheduler:
+def scheduler(
+    num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 100
+) -> Scheduler:
     blocks = BlockManager(num_blocks, BLOCK, max_seqs=max_num_seqs, max_blocks=16)
-    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    return Scheduler(
+        blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
 
 
 def names(batch: Batch) -> tuple[list[str], list[str]]:
@@ -36,7 +42,9 @@ def spans(batch: Batch) -> list[tuple[int, int]]:
 
 def sample(batch: Batch) -> None:
     """What the engine does after a step."""
-    for sequence in [s for chunk in batch.prefills if chunk.is_last for s in chunk.sequences] + batch.decodes:
+    for sequence in [
+        s for chunk in batch.prefills if chunk.is_last for s in chunk.sequences
+    ] + batch.decodes:
         sequence.append(1)
 
 
@@ -60,7 +68,10 @@ def test_a_step_prefills_more_while_nothing_decodes() -> None:
     for name in "abc":
         it.add(group(name, 14))
     batch = it.schedule()
-    assert (names(batch), spans(batch)) == ((["a", "b", "c"], []), [(0, 14), (0, 14), (0, 2)])
+    assert (names(batch), spans(batch)) == (
+        (["a", "b", "c"], []),
+        [(0, 14), (0, 14), (0, 2)],
+    )
     sample(batch)
     batch = it.schedule()
     assert (names(batch), spans(batch)) == ((["c"], ["a", "b"]), [(2, 12)])
@@ -98,7 +109,9 @@ def test_the_newest_is_preempted_and_started_before_new_ones() -> None:
     it.remove(old)
     batch = it.schedule()
     assert names(batch)[0] == ["new", "newest"]
-    assert batch.prefills[0].end == new.sequences[0].length, "prompt and output are prefilled again"
+    assert batch.prefills[0].end == new.sequences[0].length, (
+        "prompt and output are prefilled again"
+    )
 
 
 def test_a_wide_group_starts_when_all_of_it_fits() -> None:
@@ -143,15 +156,22 @@ def test_all_sequences_end_and_give_their_blocks_back(data: st.DataObject) -> No
         tokens, n = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 6))
         fits = n * it.blocks.blocks_for(tokens + 8) <= it.blocks.num_blocks
         search = n > 1 and fits and data.draw(st.booleans())
-        waiting.append(group(f"{index}", tokens, n, use_beam_search=search, temperature=0))
-    lengths = {group: group.sequences[0].length + data.draw(st.integers(1, 8)) for group in waiting}
+        waiting.append(
+            group(f"{index}", tokens, n, use_beam_search=search, temperature=0)
+        )
+    lengths = {
+        group: group.sequences[0].length + data.draw(st.integers(1, 8))
+        for group in waiting
+    }
     left = set(waiting)
     for _ in range(2_000):
         if waiting and (not left - set(waiting) or data.draw(st.booleans())):
             it.add(waiting.pop())
         batch = it.schedule()
         assert (
-            len(batch.decodes) + sum(chunk.end - chunk.start for chunk in batch.prefills) <= it.max_num_batched_tokens
+            len(batch.decodes)
+            + sum(chunk.end - chunk.start for chunk in batch.prefills)
+            <= it.max_num_batched_tokens
         )
         assert len({one.seq_id for one in batch.decodes}) == len(batch.decodes)
         sample(batch)
@@ -159,7 +179,9 @@ def test_all_sequences_end_and_give_their_blocks_back(data: st.DataObject) -> No
             if one.length >= lengths[one.group]:
                 one.finish(SequenceStatus.FINISHED_STOPPED)
         it.drop_finished()
-        for ended in [group for group in left if all(one.is_finished() for one in group.sequences)]:
+        for ended in [
+            group for group in left if all(one.is_finished() for one in group.sequences)
+        ]:
             it.remove(ended)
             left.discard(ended)
         if not left:

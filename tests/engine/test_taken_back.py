@@ -1,4 +1,5 @@
-"""The engine takes vetoed tokens back: answers, streams, several outputs, and what they report."""
+"""The engine takes vetoed tokens back: answers, streams, several outputs, and what they
+report."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ SCHEMA: dict[str, Any] = {
 
 
 def params(seed: int, schema: Any = SCHEMA, **others: Any) -> SamplingParams:
-    return SamplingParams(json_schema=schema, max_tokens=100, seed=seed, whitespace_pattern="", **others)
+    return SamplingParams(
+        json_schema=schema, max_tokens=100, seed=seed, whitespace_pattern="", **others
+    )
 
 
 def stream(engine: LLMEngine, name: str, params: SamplingParams) -> list[RequestOutput]:
@@ -51,27 +54,43 @@ def test_answers_are_valid_and_count_their_vetoes(make_engine: MakeEngine) -> No
     assert ends.count("stop") >= 10
     for output in found.values():
         if output.outputs[0].finish_reason == "stop":
-            assert jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(output.outputs[0].text))
+            assert jsonschema.Draft202012Validator(SCHEMA).is_valid(
+                json.loads(output.outputs[0].text)
+            )
     vetoes = [output.outputs[0].vetoes for output in found.values()]
-    assert sum(one.get("uniqueItems", 0) for one in vetoes) == engine.stats.vetoes["uniqueItems"] > 5
+    assert (
+        sum(one.get("uniqueItems", 0) for one in vetoes)
+        == engine.stats.vetoes["uniqueItems"]
+        > 5
+    )
     assert set(engine.stats.vetoes) == {"uniqueItems"}
 
 
 def test_streams_never_take_back_what_was_sent(make_engine: MakeEngine) -> None:
     vetoes = 0
     for seed in range(6):
-        answer = run(make_engine(), {"answer": (PROMPT, params(seed))})["answer"].outputs[0]
-        pieces = [output.outputs[0] for output in stream(make_engine(), "answer", params(seed))]
+        answer = run(make_engine(), {"answer": (PROMPT, params(seed))})[
+            "answer"
+        ].outputs[0]
+        pieces = [
+            output.outputs[0]
+            for output in stream(make_engine(), "answer", params(seed))
+        ]
         for before, after in pairwise(pieces):
             assert after.text.startswith(before.text)
             assert after.token_ids[: len(before.token_ids)] == before.token_ids
-        assert (pieces[-1].text, pieces[-1].token_ids) == (answer.text, answer.token_ids)
+        assert (pieces[-1].text, pieces[-1].token_ids) == (
+            answer.text,
+            answer.token_ids,
+        )
         assert sum(0 < len(piece.text) < len(answer.text) for piece in pieces) > 3
         vetoes += sum(answer.vetoes.values())
     assert vetoes > 3
 
 
-def test_several_outputs_logprobs_and_details_stay_in_step(make_engine: MakeEngine) -> None:
+def test_several_outputs_logprobs_and_details_stay_in_step(
+    make_engine: MakeEngine,
+) -> None:
     asked = params(1, n=4, logprobs=1, mask_details=True, presence_penalty=0.5)
     output = run(make_engine(), {"n": (PROMPT, asked)})["n"]
     assert sum(sum(one.vetoes.values()) for one in output.outputs) > 0
@@ -83,13 +102,20 @@ def test_several_outputs_logprobs_and_details_stay_in_step(make_engine: MakeEngi
 
 def test_a_budget_and_vetoes_go_together(make_engine: MakeEngine) -> None:
     schema = {**DIGITS, "minItems": 1}
-    asked = SamplingParams(json_schema=schema, max_tokens=24, seed=3, complete=True, n=6)
+    asked = SamplingParams(
+        json_schema=schema, max_tokens=24, seed=3, complete=True, n=6
+    )
     output = run(make_engine(), {"n": (PROMPT, asked)})["n"]
     assert [one.finish_reason for one in output.outputs] == ["stop"] * 6, output.error
 
 
-@pytest.mark.parametrize("schema", [{**SCHEMA, "properties": {**SCHEMA["properties"], "digits": {"type": "null"}}}])
-def test_without_a_checked_keyword_nothing_is_held(make_engine: MakeEngine, schema: Any) -> None:
+@pytest.mark.parametrize(
+    "schema",
+    [{**SCHEMA, "properties": {**SCHEMA["properties"], "digits": {"type": "null"}}}],
+)
+def test_without_a_checked_keyword_nothing_is_held(
+    make_engine: MakeEngine, schema: Any
+) -> None:
     engine = make_engine()
     engine.add_request("free", PROMPT, params(1, schema))
     (sequence,) = engine.groups["free"].sequences
@@ -102,6 +128,8 @@ def test_without_a_checked_keyword_nothing_is_held(make_engine: MakeEngine, sche
 
 def test_beams_keep_what_they_have_accepted(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    asked = SamplingParams(json_schema=DIGITS, max_tokens=20, use_beam_search=True, n=2, temperature=0.0)
+    asked = SamplingParams(
+        json_schema=DIGITS, max_tokens=20, use_beam_search=True, n=2, temperature=0.0
+    )
     run(engine, {"beams": (PROMPT, asked)})
     assert not engine.stats.vetoes

@@ -21,7 +21,13 @@ from engine.model.loader import load_model
 from engine.sampling_params import SamplingParams
 from guided.errors import InternalError
 
-OPTIONS: dict[str, Any] = {"pool": "inline", "dtype": "float32", "device": "cpu", "max_model_len": 128, "block_size": 4}
+OPTIONS: dict[str, Any] = {
+    "pool": "inline",
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 128,
+    "block_size": 4,
+}
 PROMPTS = ["The fox", "As JSON: ", "a b c d e f g h", "Zwölf"]
 
 
@@ -47,35 +53,54 @@ def children() -> Iterator[int]:
                 yield int(child)
 
 
-def test_two_processes_say_what_one_does_until_one_is_killed(tiny_llama_dir: Path) -> None:
+def test_two_processes_say_what_one_does_until_one_is_killed(
+    tiny_llama_dir: Path,
+) -> None:
     with LLM(str(tiny_llama_dir), **OPTIONS) as one:
         expected = one.generate(PROMPTS, params(), use_tqdm=False)
         shapes = one.model.layers
         pool, generator = FaultyPool(one.model.vocabulary), random.Random(1)
     pool.delay = lambda sequence_id, position: generator.choice([0, 0, 1, 3])
-    with LLM(str(tiny_llama_dir), tensor_parallel_size=2, **{**OPTIONS, "pool": pool}) as two:
+    with LLM(
+        str(tiny_llama_dir), tensor_parallel_size=2, **{**OPTIONS, "pool": pool}
+    ) as two:
         found = two.generate(PROMPTS, params(), use_tqdm=False)
-        halves = {layer: replace(shape, kv_heads=shape.kv_heads // 2) for layer, shape in shapes.items()}
+        halves = {
+            layer: replace(shape, kv_heads=shape.kv_heads // 2)
+            for layer, shape in shapes.items()
+        }
         assert two.model.layers == halves, "each process has half of the key heads"
-        assert two.engine.stats.late_rows > 5, "the ranks get the hidden states that rank 0 has kept"
+        assert two.engine.stats.late_rows > 5, (
+            "the ranks get the hidden states that rank 0 has kept"
+        )
         (rank,) = children()
         for output, same in zip(found, expected, strict=True):
             assert output.error is None
             for got, wanted in zip(output.outputs, same.outputs, strict=True):
                 assert got.token_ids == wanted.token_ids
-                for entries, others in zip(got.logprobs or (), wanted.logprobs or (), strict=True):
+                for entries, others in zip(
+                    got.logprobs or (), wanted.logprobs or (), strict=True
+                ):
                     assert [*entries] == [*others]
                     values = [entry.logprob for entry in entries.values()]
-                    assert values == pytest.approx([other.logprob for other in others.values()], abs=1e-4)
+                    assert values == pytest.approx(
+                        [other.logprob for other in others.values()], abs=1e-4
+                    )
         os.kill(rank, signal.SIGKILL)
-        with pytest.raises(InternalError, match="rank 1 of tensor parallelism was killed by SIGKILL"):
+        with pytest.raises(
+            InternalError, match="rank 1 of tensor parallelism was killed by SIGKILL"
+        ):
             two.generate(PROMPTS, params(), use_tqdm=False)
     assert not list(children())
     assert not torch.distributed.is_initialized()
 
 
-def test_models_that_cannot_be_split_are_refused_by_name(tmp_path: Path, tiny_llama_dir: Path) -> None:
-    GPT2Config(n_embd=16, n_head=2, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+def test_models_that_cannot_be_split_are_refused_by_name(
+    tmp_path: Path, tiny_llama_dir: Path
+) -> None:
+    GPT2Config(n_embd=16, n_head=2, architectures=["GPT2LMHeadModel"]).save_pretrained(
+        tmp_path
+    )
     copy_tokenizer(tiny_llama_dir, tmp_path)
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no plan"):
         load_model(str(tmp_path), device="cpu", tensor_parallel_size=2)

@@ -35,13 +35,19 @@ def test_beyond_the_limit_and_some_slack_no_memory_is_to_be_had() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "hard"),
-    [(None, min(2048 * MIB, machine_bytes() // 2)), (300 * MIB, 300 * MIB), (1 << 60, machine_bytes())],
+    [
+        (None, min(2048 * MIB, machine_bytes() // 2)),
+        (300 * MIB, 300 * MIB),
+        (1 << 60, machine_bytes()),
+    ],
 )
 def test_no_limit_is_more_than_the_machine_has(wanted: int | None, hard: int) -> None:
     assert memory_limit(wanted) == hard
 
 
-def test_what_cannot_be_read_is_not_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_not_over_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """For example, there is no free descriptor to read it with."""
     process = psutil.Process()
     assert resident_bytes(process) > MIB
@@ -55,7 +61,9 @@ def test_what_cannot_be_read_is_not_over_the_limit(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="module")
 def pool(local_ray: None) -> Iterator[RayPool]:
-    pool = RayPool(BYTES, num_actors=2, actor_memory_bytes=LIMIT, mask_limit=60.0).started()
+    pool = RayPool(
+        BYTES, num_actors=2, actor_memory_bytes=LIMIT, mask_limit=60.0
+    ).started()
     yield pool
     pool.shutdown()
 

@@ -1,4 +1,5 @@
-"""Actors that crash, are killed or stopped at any time. With the pool's defaults: nothing is replayed."""
+"""Actors that crash, are killed or stopped at any time. With the pool's defaults:
+nothing is replayed."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def driven(pool: RayPool) -> Iterator[DrivenPool]:
 
 
 @pytest.mark.parametrize("ending", ["segfault", "exit"])
-def test_a_crash_in_mid_fill_ends_the_sequences_with_a_matcher_there(driven: DrivenPool, ending: str) -> None:
+def test_a_crash_in_mid_fill_ends_the_sequences_with_a_matcher_there(
+    driven: DrivenPool, ending: str
+) -> None:
     sound = driven.open("sound", number=5)
     (culprit,) = driven.open(f"{ending}@fill:2")
     driven.go_on([*sound, culprit], 2)
@@ -69,11 +72,16 @@ def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
     assert set(driven.errors) == {culprit}
     assert isinstance(driven.errors[culprit], MaskTimeout)
     until(lambda: not psutil.pid_exists(pid))
-    assert f"sequence {culprit} of request request, constraint {faulty(fault, f'touch={reached}').key}" in caplog.text
+    assert (
+        f"sequence {culprit} of request request, constraint {faulty(fault, f'touch={reached}').key}"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("place", ["load", "fill:1"])
-def test_an_actor_that_is_frozen_costs_no_sequence(driven: DrivenPool, tmp_path: Path, place: str) -> None:
+def test_an_actor_that_is_frozen_costs_no_sequence(
+    driven: DrivenPool, tmp_path: Path, place: str
+) -> None:
     sequences = driven.open("sound", number=5)
     driven.go_on(sequences)
     pids = driven.pids
@@ -89,7 +97,9 @@ def test_what_freezes_every_actor_is_opened_twice(driven: DrivenPool) -> None:
     sound = driven.open("sound", number=4)
     driven.go_on(sound, 2)
     (culprit,) = driven.open("freeze@load")
-    driven.go_on([culprit], 2)  # alone: what an actor is busy with when it freezes counts as the cause, too
+    driven.go_on(
+        [culprit], 2
+    )  # alone: what an actor is busy with when it freezes counts as the cause, too
     driven.go_on(sound, 2)
     assert set(driven.errors) == {culprit}
     assert isinstance(driven.errors[culprit], WorkerDied)
@@ -125,17 +135,24 @@ def test_an_idle_actors_death_ends_its_sequences(driven: DrivenPool) -> None:
     sequences = driven.open("sound", number=4)
     driven.go_on(sequences)
     victim, lost = next(iter(placement(driven.pool).items()))
-    (before,) = [worker for worker in driven.pool.status().workers if worker.pid == victim]
+    (before,) = [
+        worker for worker in driven.pool.status().workers if worker.pid == victim
+    ]
     os.kill(victim, signal.SIGKILL)
     gone(victim)
     driven.go_on(sequences, 2)
     assert set(driven.errors) == lost
     until(driven.all_up)
     after = driven.pool.status().workers[before.index]
-    assert (after.incarnation, after.restarts) == (before.incarnation + 1, before.restarts + 1)
+    assert (after.incarnation, after.restarts) == (
+        before.incarnation + 1,
+        before.restarts + 1,
+    )
 
 
-def test_an_actor_frozen_outside_of_a_mask_costs_no_sequence(driven: DrivenPool) -> None:
+def test_an_actor_frozen_outside_of_a_mask_costs_no_sequence(
+    driven: DrivenPool,
+) -> None:
     sequences = driven.open("sound", number=6)
     driven.go_on(sequences)
     frozen = driven.pid_of(sequences[0])
@@ -151,7 +168,9 @@ def test_an_actor_that_does_not_start_is_down_and_others_go_on(
     sequences = driven.open("sound length=1000", number=4)
     driven.go_on(sequences)
     pid = driven.pid_of(sequences[0])
-    (down,) = [worker.index for worker in driven.pool.status().workers if worker.pid == pid]
+    (down,) = [
+        worker.index for worker in driven.pool.status().workers if worker.pid == pid
+    ]
     staying = [each for each in sequences if driven.pid_of(each) != pid]
     monkeypatch.setattr("actors.ray_pool.version", lambda _: "another")
     os.kill(pid, signal.SIGKILL)

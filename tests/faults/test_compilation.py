@@ -1,4 +1,5 @@
-"""Compilations that crash, hang, take too much memory or come in large numbers: each fails alone. No Ray."""
+"""Compilations that crash, hang, take too much memory or come in large numbers: each
+fails alone. No Ray."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from actors.compiler import Compiler
 from actors.processes import RETRY_SECONDS
 from guided.backends import BACKENDS
 from guided.constraint import Constraint
-from guided.errors import BackendError, CompileQueueFull, CompileTimeout, ConstraintTooLarge, GuidedError
+from guided.errors import (
+    BackendError,
+    CompileQueueFull,
+    CompileTimeout,
+    ConstraintTooLarge,
+    GuidedError,
+)
 from guided.limits import CompileLimits
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import Grammar
@@ -40,7 +47,9 @@ def new(*words: str) -> Constraint:
 
 def quick(compiler: Compiler) -> Grammar:
     """Compile what no fault concerns, and was not compiled before."""
-    return compiler.compile(Constraint.regex(f"ab{next(_numbers)}"), ["llguidance"]).result(WAIT)
+    return compiler.compile(
+        Constraint.regex(f"ab{next(_numbers)}"), ["llguidance"]
+    ).result(WAIT)
 
 
 def error_of(compiler: Compiler, constraint: Constraint, *backends: str) -> GuidedError:
@@ -51,11 +60,15 @@ def error_of(compiler: Compiler, constraint: Constraint, *backends: str) -> Guid
 
 def counts(compiler: Compiler) -> tuple[int, int]:
     """Crashes and timeouts of all backends, so far."""
-    return sum(each.crashes for each in compiler.backends()), sum(each.timeouts for each in compiler.backends())
+    return sum(each.crashes for each in compiler.backends()), sum(
+        each.timeouts for each in compiler.backends()
+    )
 
 
 @contextmanager
-def _compiler(seconds: float, wait_seconds: float | None = None, **options: Any) -> Iterator[Compiler]:
+def _compiler(
+    seconds: float, wait_seconds: float | None = None, **options: Any
+) -> Iterator[Compiler]:
     limits = CompileLimits(
         processes=2,
         seconds=seconds,
@@ -67,9 +80,18 @@ def _compiler(seconds: float, wait_seconds: float | None = None, **options: Any)
     with pytest.MonkeyPatch.context() as patch:
         for path in PATHS:
             patch.syspath_prepend(path)
-        patch.setitem(BACKENDS, NAME, ADAPTER)  # like the compile processes, this process knows the faulty backend
+        patch.setitem(
+            BACKENDS, NAME, ADAPTER
+        )  # like the compile processes, this process knows the faulty backend
         compiler = Compiler(BYTES, RayPoolOptions(compile_limits=limits, **options))
-        until(lambda: compiler.compile(Constraint.regex("warm"), ["llguidance"]).exception(WAIT) is None)
+        until(
+            lambda: (
+                compiler.compile(Constraint.regex("warm"), ["llguidance"]).exception(
+                    WAIT
+                )
+                is None
+            )
+        )
         yield compiler
         compiler.close()
 
@@ -88,7 +110,9 @@ def patient_compiler() -> Iterator[Compiler]:
 
 
 @pytest.mark.parametrize("fault", ["segfault@compile", "exit@fill:0"])
-def test_a_crash_is_one_constraints_error(patient_compiler: Compiler, fault: str) -> None:
+def test_a_crash_is_one_constraints_error(
+    patient_compiler: Compiler, fault: str
+) -> None:
     compiler, (crashes, _) = patient_compiler, counts(patient_compiler)
     bad = compiler.compile(new(fault), [NAME])
     quick(compiler)
@@ -108,7 +132,9 @@ def test_what_never_ends_is_killed(compiler: Compiler, fault: str) -> None:
     assert counts(compiler) == (before[0], before[1] + 1)
 
 
-def test_what_eats_memory_is_killed_before_the_machine_swaps(patient_compiler: Compiler) -> None:
+def test_what_eats_memory_is_killed_before_the_machine_swaps(
+    patient_compiler: Compiler,
+) -> None:
     error = error_of(patient_compiler, new("eat@compile"))
     assert type(error) is ConstraintTooLarge
     assert "256 MiB" in str(error)
@@ -122,19 +148,34 @@ def test_a_library_that_raises_costs_no_process(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("fault", ["segfault@compile", "eat@compile", "raise@compile"])
-def test_the_next_backend_is_tried_after_a_failure(patient_compiler: Compiler, fault: str) -> None:
-    assert patient_compiler.compile(new(fault), [NAME, "llguidance"]).result(WAIT).backend == "llguidance"
+def test_the_next_backend_is_tried_after_a_failure(
+    patient_compiler: Compiler, fault: str
+) -> None:
+    assert (
+        patient_compiler.compile(new(fault), [NAME, "llguidance"]).result(WAIT).backend
+        == "llguidance"
+    )
 
 
 def test_the_next_backend_is_tried_with_the_time_that_is_left() -> None:
-    with _compiler(seconds=10.0) as compiler:  # one second of it is left: enough on a busy machine
-        assert compiler.compile(new("hold@compile"), [NAME, "llguidance"]).result(WAIT).backend == "llguidance"
+    with _compiler(
+        seconds=10.0
+    ) as compiler:  # one second of it is left: enough on a busy machine
+        assert (
+            compiler.compile(new("hold@compile"), [NAME, "llguidance"])
+            .result(WAIT)
+            .backend
+            == "llguidance"
+        )
         assert counts(compiler) == (0, 1)
 
 
 def test_where_no_backend_could_the_error_names_each(compiler: Compiler) -> None:
-    # No backend reports a syntax error for this text. outlines rejects it because it can't enforce it.
-    error = error_of(compiler, faulty("hold@compile", r"a(?=b)"), NAME, "llguidance", "xgrammar")
+    # No backend reports a syntax error for this text. outlines rejects it because it
+    # can't enforce it.
+    error = error_of(
+        compiler, faulty("hold@compile", r"a(?=b)"), NAME, "llguidance", "xgrammar"
+    )
     assert type(error) is CompileTimeout
     for name in (NAME, "llguidance", "xgrammar"):
         assert name in str(error)
@@ -142,7 +183,9 @@ def test_where_no_backend_could_the_error_names_each(compiler: Compiler) -> None
 
 def test_a_grammar_that_weighs_too_much_reaches_no_worker() -> None:
     words = Constraint.choice([f"{number}{'word' * 30}" for number in range(100)])
-    with _compiler(seconds=20.0) as compiler:  # no time-out comes first on a busy machine
+    with _compiler(
+        seconds=20.0
+    ) as compiler:  # no time-out comes first on a busy machine
         error = error_of(compiler, words, "llguidance")
     assert type(error) is ConstraintTooLarge
     assert "the compiled constraint takes" in str(error)
@@ -152,13 +195,24 @@ def test_what_waits_too_long_for_others_gets_an_error(compiler: Compiler) -> Non
     flood = [compiler.compile(new("hold@compile"), [NAME]) for _ in range(20)]
     errors = [future.exception(WAIT) for future in flood]
     assert {type(error) for error in errors} == {CompileTimeout, CompileQueueFull}
-    assert {(error.status, error.retryable) for error in errors if type(error) is CompileQueueFull} == {(429, True)}
+    assert {
+        (error.status, error.retryable)
+        for error in errors
+        if type(error) is CompileQueueFull
+    } == {(429, True)}
     quick(compiler)
 
 
-def test_constraints_that_wait_are_bounded(patient_compiler: Compiler, tmp_path: Path) -> None:
+def test_constraints_that_wait_are_bounded(
+    patient_compiler: Compiler, tmp_path: Path
+) -> None:
     compiler, go_on = patient_compiler, tmp_path / "go_on"
-    flood = [compiler.compile(new(f"wait@compile={go_on}", f"once={tmp_path / str(n)}"), [NAME]) for n in range(40)]
+    flood = [
+        compiler.compile(
+            new(f"wait@compile={go_on}", f"once={tmp_path / str(n)}"), [NAME]
+        )
+        for n in range(40)
+    ]
     refused = [future.exception(0) for future in flood if future.done()]
     assert {type(error) for error in refused} == {CompileQueueFull}
     assert len(refused) in (18, 19, 20), "two are being compiled, and 20 wait"
@@ -168,11 +222,19 @@ def test_constraints_that_wait_are_bounded(patient_compiler: Compiler, tmp_path:
     quick(compiler)
 
 
-def test_a_process_killed_or_frozen_from_outside_ends_its_constraint(compiler: Compiler, tmp_path: Path) -> None:
-    ways = [(signal.SIGKILL, BackendError, 0), (signal.SIGSTOP, CompileTimeout, 0), (signal.SIGKILL, BackendError, 1)]
+def test_a_process_killed_or_frozen_from_outside_ends_its_constraint(
+    compiler: Compiler, tmp_path: Path
+) -> None:
+    ways = [
+        (signal.SIGKILL, BackendError, 0),
+        (signal.SIGSTOP, CompileTimeout, 0),
+        (signal.SIGKILL, BackendError, 1),
+    ]
     for number, (sent, error, to_fork_server) in enumerate(ways):
         reached = tmp_path / f"reached{number}"
-        future = compiler.compile(new(f"hold@compile={number}", f"touch={reached}"), [NAME])
+        future = compiler.compile(
+            new(f"hold@compile={number}", f"touch={reached}"), [NAME]
+        )
         until(reached.exists)
         process = psutil.Process(int(reached.read_text()))
         os.kill(process.ppid() if to_fork_server else process.pid, sent)
@@ -191,7 +253,11 @@ def test_a_process_that_died_while_idle_gets_no_job(compiler: Compiler) -> None:
 
 def fork_servers() -> list[psutil.Process]:
     """The fork servers of all compilers of this process."""
-    return [each for each in psutil.Process().children() if "actors.compile_process" in each.cmdline()]
+    return [
+        each
+        for each in psutil.Process().children()
+        if "actors.compile_process" in each.cmdline()
+    ]
 
 
 def test_a_lost_fork_server_is_replaced_by_a_warm_one(
@@ -213,14 +279,18 @@ def test_a_lost_fork_server_is_replaced_by_a_warm_one(
 
 
 def test_a_fork_server_that_is_slow_is_not_killed(
-    patient_compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    patient_compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     compiler, ends = patient_compiler, patient_compiler.counts()["fork_server_ends"]
     for process in map(psutil.Process, compile_pids()):
         process.kill()
         psutil.wait_procs([process], timeout=WAIT)
     with monkeypatch.context() as patch:
-        patch.setattr("actors.compile_process.wait", lambda *_: [])  # no answer comes in time
+        patch.setattr(
+            "actors.compile_process.wait", lambda *_: []
+        )  # no answer comes in time
         patch.setattr(CompileProcess, "alive", False)
         future = compiler.compile(new(), [NAME])
         until(lambda: "does not answer" in caplog.text)
@@ -228,7 +298,11 @@ def test_a_fork_server_that_is_slow_is_not_killed(
     assert compiler.counts()["fork_server_ends"] == ends
 
 
-@pytest.mark.parametrize("script", ["exec sleep 1000", "exit 1", None], ids=["hangs", "ends", "does not start"])
+@pytest.mark.parametrize(
+    "script",
+    ["exec sleep 1000", "exit 1", None],
+    ids=["hangs", "ends", "does not start"],
+)
 def test_a_fork_server_that_gets_not_warm_is_replaced(
     script: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,9 +313,14 @@ def test_a_fork_server_that_gets_not_warm_is_replaced(
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o700)
     began = time.monotonic()
-    compiler = Compiler(BYTES, RayPoolOptions(compile_limits=CompileLimits(processes=2, wait_seconds=1.0)))
+    compiler = Compiler(
+        BYTES,
+        RayPoolOptions(compile_limits=CompileLimits(processes=2, wait_seconds=1.0)),
+    )
     futures = [compiler.compile(new(), ["llguidance"]) for _ in range(3)]
-    assert {type(future.exception(WAIT)) for future in futures} == {CompileQueueFull}, "also if it has a thread's turn"
+    assert {type(future.exception(WAIT)) for future in futures} == {CompileQueueFull}, (
+        "also if it has a thread's turn"
+    )
     if script is not None:
         until(lambda: compiler.counts()["fork_server_ends"] == 2)
         assert time.monotonic() - began >= RETRY_SECONDS
@@ -257,7 +336,8 @@ def test_equal_constraints_share_a_compilation(patient_compiler: Compiler) -> No
     patient_compiler.compile(constraint, [NAME])
     after = patient_compiler.counts()
     assert (
-        after["shared_compilations"] + after["cache_hits"] == before["shared_compilations"] + before["cache_hits"] + 50
+        after["shared_compilations"] + after["cache_hits"]
+        == before["shared_compilations"] + before["cache_hits"] + 50
     )
     assert after["cache_hits"] > before["cache_hits"]
 
@@ -265,7 +345,9 @@ def test_equal_constraints_share_a_compilation(patient_compiler: Compiler) -> No
 def test_a_constraint_is_refused_while_all_processes_are_busy(tmp_path: Path) -> None:
     go_on = tmp_path / "go_on"
     with _compiler(seconds=60.0, wait_seconds=1.0) as compiler:
-        busy = [compiler.compile(new(f"wait@compile={go_on}"), [NAME]) for _ in range(2)]
+        busy = [
+            compiler.compile(new(f"wait@compile={go_on}"), [NAME]) for _ in range(2)
+        ]
         refused = compiler.compile(new(), [NAME])
         assert type(refused.exception(30)) is CompileQueueFull
         assert not any(future.done() for future in busy)
@@ -278,7 +360,10 @@ def test_a_constraint_without_a_thread_waits_for_the_next_one(
     patient_compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("threading.Thread.start", Mock(side_effect=RuntimeError("can't start new thread")))
+        patch.setattr(
+            "threading.Thread.start",
+            Mock(side_effect=RuntimeError("can't start new thread")),
+        )
         future = patient_compiler.compile(new(), [NAME])
     assert not future.done()
     quick(patient_compiler)

@@ -1,7 +1,8 @@
-"""Random requests to the HTTP API: the real application and engine, with compilation in processes.
+"""Random requests to the HTTP API: the real application and engine, with compilation in
+processes.
 
-`--hypothesis-profile fuzz` runs more examples. `docs/failure-model.md` says how to run schemathesis against a real
-server.
+`--hypothesis-profile fuzz` runs more examples. `docs/failure-model.md` says how to run
+schemathesis against a real server.
 """
 
 from __future__ import annotations
@@ -32,15 +33,28 @@ from guided.backends import BACKENDS
 from guided.limits import CompileLimits
 
 EXAMPLES = max(1, settings.default.max_examples // 5)
-SETTINGS = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-INTERNAL = {"backend_error", "constraint_not_met", "dead_end", "token_rejected", "mask_timeout"}
+SETTINGS = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
+INTERNAL = {
+    "backend_error",
+    "constraint_not_met",
+    "dead_end",
+    "token_rejected",
+    "mask_timeout",
+}
 """Our errors that a grammar may cause. `internal_error` is not one of them."""
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: LoadedModel, local_ray: None) -> Iterator[AsyncLLM]:
     pool = RayPool(
-        tiny_model.vocabulary, num_actors=1, compile_limits=CompileLimits(processes=1, seconds=3.0)
+        tiny_model.vocabulary,
+        num_actors=1,
+        compile_limits=CompileLimits(processes=1, seconds=3.0),
     ).started()
     engine = AsyncLLM(tiny_model, pool, EngineConfig(max_num_seqs=8, max_model_len=96))
     yield engine
@@ -72,23 +86,39 @@ def test_what_the_description_promises_is_kept(api: Any, mode: GenerationMode) -
         @SETTINGS
         @given(operation.as_strategy(generation_mode=mode))
         def keep(case: Any) -> None:
-            # Rules beyond the type of a field (an empty prompt, two constraints) are checked elsewhere.
+            # Rules beyond the type of a field (an empty prompt, two constraints) are
+            # checked elsewhere.
             case.call_and_validate(excluded_checks=[positive_data_acceptance])
 
         keep()
 
 
 TEXTS = st.one_of(
-    st.sampled_from(["a", "", " ", '"', "\\", "\n", "é", "🦖", "\x7f", "null", "$ref", "type"]), st.text(max_size=8)
+    st.sampled_from(
+        ["a", "", " ", '"', "\\", "\n", "é", "🦖", "\x7f", "null", "$ref", "type"]
+    ),
+    st.text(max_size=8),
 )
 JUNK: SearchStrategy[Any] = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXTS),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        TEXTS,
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)
+    ),
     max_leaves=5,
 )
-PIECES = st.one_of(st.sampled_from(list("()[]{}|*+?.^$\\/\"'<>:=#%~-,;&!\n\0 ")), st.text(max_size=4))
+PIECES = st.one_of(
+    st.sampled_from(list("()[]{}|*+?.^$\\/\"'<>:=#%~-,;&!\n\0 ")), st.text(max_size=4)
+)
 FIELDS: dict[str, SearchStrategy[Any]] = {
-    "prompt": st.one_of(TEXTS, st.lists(TEXTS, max_size=2), st.lists(st.integers(0, 639), max_size=5)),
+    "prompt": st.one_of(
+        TEXTS, st.lists(TEXTS, max_size=2), st.lists(st.integers(0, 639), max_size=5)
+    ),
     "max_tokens": st.integers(1, 24),
     "backend": st.sampled_from(["auto", *BACKENDS]),
     "stream": st.booleans(),
@@ -102,23 +132,39 @@ FIELDS: dict[str, SearchStrategy[Any]] = {
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[dict[str, Any], Callable[[str], str | None]]:
-    """Draw a body for `/v1/completions`, and what says why an output violates its constraint (None: it does not).
+    """Draw a body for `/v1/completions`, and what says why an output violates its
+    constraint (None: it does not).
 
-    Some constraints are parts of a structural tag, some are damaged, and some bodies have a field with another value.
+    Some constraints are parts of a structural tag, some are damaged, and some bodies
+    have a field with another value.
     """
     case = random_case(1, draw(st.integers(0, 10**9)))
-    body = draw(st.fixed_dictionaries({}, optional=FIELDS)) | {"prompt": draw(FIELDS["prompt"])}
+    body = draw(st.fixed_dictionaries({}, optional=FIELDS)) | {
+        "prompt": draw(FIELDS["prompt"])
+    }
     body |= {"max_tokens": 24, case.kind: case.value}
     match draw(st.sampled_from(["sound", "sound", "in a tag", "damaged", "junk"])):
         case "sound":
             return body, case.problem
         case "in a tag":
-            content = {"type": case.kind, "pattern" if case.kind == "regex" else case.kind: body.pop(case.kind)}
-            tag = {"type": "tag", "begin": draw(TEXTS), "content": content, "end": draw(TEXTS)}
+            content = {
+                "type": case.kind,
+                "pattern" if case.kind == "regex" else case.kind: body.pop(case.kind),
+            }
+            tag = {
+                "type": "tag",
+                "begin": draw(TEXTS),
+                "content": content,
+                "end": draw(TEXTS),
+            }
             body["structural_tag"] = {"type": "structural_tag", "format": tag}
         case "damaged" if isinstance(case.value, str):
             start = draw(st.integers(0, len(case.value)))
-            body[case.kind] = case.value[:start] + draw(PIECES) + case.value[start + draw(st.integers(0, 6)) :]
+            body[case.kind] = (
+                case.value[:start]
+                + draw(PIECES)
+                + case.value[start + draw(st.integers(0, 6)) :]
+            )
         case "damaged":
             body[case.kind] = {"anyOf": [case.value, {draw(TEXTS): draw(JUNK)}]}
         case "junk":
@@ -132,10 +178,14 @@ def _check_error(error: dict[str, Any], status: int) -> None:
     assert status < 500 or error["code"] in INTERNAL, error
 
 
-def _is_answered(client: TestClient, body: dict[str, Any], problem: Callable[[str], str | None]) -> bool:
+def _is_answered(
+    client: TestClient, body: dict[str, Any], problem: Callable[[str], str | None]
+) -> bool:
     content = json.dumps(body, allow_nan=True).encode("utf-8", "surrogatepass")
     headers = {"content-type": "application/json"}
-    answer: httpx.Response = client.post("/v1/completions", content=content, headers=headers)
+    answer: httpx.Response = client.post(
+        "/v1/completions", content=content, headers=headers
+    )
     assert answer.headers["x-request-id"]
     if answer.status_code != 200:
         assert answer.status_code in (400, 500), answer.text
@@ -154,11 +204,16 @@ def _is_answered(client: TestClient, body: dict[str, Any], problem: Callable[[st
     if last != "[DONE]":
         _check_error(last["error"], 500)
         return False
-    assert {event["choices"][0]["finish_reason"] for event in events} & {"stop", "length"}
+    assert {event["choices"][0]["finish_reason"] for event in events} & {
+        "stop",
+        "length",
+    }
     return True
 
 
-def test_any_generation_is_answered_or_refused(client: TestClient, engine: AsyncLLM) -> None:
+def test_any_generation_is_answered_or_refused(
+    client: TestClient, engine: AsyncLLM
+) -> None:
     """Every answer is a declared error or an output that satisfies its constraint."""
     answered = []
 

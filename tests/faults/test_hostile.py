@@ -1,8 +1,10 @@
-"""Inputs that crashed, hung or misled servers. Every backend and `auto` make the expected decision in time.
+"""Inputs that crashed, hung or misled servers. Every backend and `auto` make the
+expected decision in time.
 
-`shared/data/hostile-inputs.json` has the expected decisions. A backend may reject what it can't enforce. Where both
-decisions are correct (`bounded`), there must be one within the time budget. These inputs take minutes, so they are
-compiled only with GUIDED_HOSTILE=all, with the time budget of a server.
+`shared/data/hostile-inputs.json` has the expected decisions. A backend may reject what
+it can't enforce. Where both decisions are correct (`bounded`), there must be one within
+the time budget. These inputs take minutes, so they are compiled only with
+GUIDED_HOSTILE=all, with the time budget of a server.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from engine.server.request.bodies import ChatRequest
 from engine.server.request.constraints import requested_constraint as asked
 from guided.backends import AUTO, BACKENDS, Backends, candidates
 from guided.constraint import Constraint
-from guided.errors import CompileTimeout, GuidedError, InvalidConstraint, InvalidRequest, UnsupportedConstraint
+from guided.errors import (
+    CompileTimeout,
+    GuidedError,
+    InvalidConstraint,
+    InvalidRequest,
+    UnsupportedConstraint,
+)
 from guided.limits import CompileLimits
 from guided.pools.options import RayPoolOptions
 from guided.pools.protocol import Grammar
@@ -56,7 +64,8 @@ FOOLED = {
     "xgr-suite-schema-11": ("{}", ['{"a": 1}']),
     "xgr-suite-regex-6": ("", ["a", "abc"]),
 }
-"""Inputs that must be rejected unless the backend enforces them: (outputs that satisfy them, outputs that don't)."""
+"""Inputs that must be rejected unless the backend enforces them: (outputs that satisfy
+them, outputs that don't)."""
 
 
 def entries() -> list[dict[str, Any]]:
@@ -66,7 +75,12 @@ def entries() -> list[dict[str, Any]]:
 def payload(entry: dict[str, Any]) -> Any:
     if "generator_py" not in entry:
         return entry["payload"]
-    modules = {"functools": functools, "itertools": itertools, "json": json, "random": random}
+    modules = {
+        "functools": functools,
+        "itertools": itertools,
+        "json": json,
+        "random": random,
+    }
     return eval(entry["generator_py"], dict(modules))
 
 
@@ -79,7 +93,9 @@ def compiler() -> Iterator[Compiler]:
     compiler.close()
 
 
-def decided(compiler: Compiler, constraint: Constraint, backend: str) -> Grammar | GuidedError:
+def decided(
+    compiler: Compiler, constraint: Constraint, backend: str
+) -> Grammar | GuidedError:
     """The outcome. It is there in time, and no compile process crashed."""
     try:
         names = list(candidates(constraint.kind, backend))
@@ -98,9 +114,12 @@ def decided(compiler: Compiler, constraint: Constraint, backend: str) -> Grammar
 
 
 def cant(backend: str, outcome: Grammar | GuidedError) -> bool:
-    """Return whether the backend can't enforce it: it says so, or it is a slow backend and the time was not enough."""
+    """Return whether the backend can't enforce it: it says so, or it is a slow backend
+    and the time was not enough."""
     slow = backend in ("xgrammar", "outlines", "lm-format-enforcer")
-    return isinstance(outcome, UnsupportedConstraint) or (slow and isinstance(outcome, CompileTimeout))
+    return isinstance(outcome, UnsupportedConstraint) or (
+        slow and isinstance(outcome, CompileTimeout)
+    )
 
 
 def accepts(outcome: Grammar | GuidedError, constraint: Constraint, text: str) -> bool:
@@ -116,9 +135,13 @@ def accepts(outcome: Grammar | GuidedError, constraint: Constraint, text: str) -
 
 
 @pytest.mark.parametrize(
-    "entry", [each for each in entries() if each["scope"] in ("spec", "model-output")], ids=lambda each: str(each["id"])
+    "entry",
+    [each for each in entries() if each["scope"] in ("spec", "model-output")],
+    ids=lambda each: str(each["id"]),
 )
-def test_it_is_decided_as_listed_by_every_backend(entry: dict[str, Any], compiler: Compiler) -> None:
+def test_it_is_decided_as_listed_by_every_backend(
+    entry: dict[str, Any], compiler: Compiler
+) -> None:
     try:
         constraint = getattr(Constraint, entry["kind"])(payload(entry))
     except InvalidConstraint as refusal:
@@ -138,23 +161,37 @@ def test_it_is_decided_as_listed_by_every_backend(entry: dict[str, Any], compile
             for text in bad:
                 assert not accepts(outcome, constraint, text), (backend, text)
         else:
-            assert isinstance(outcome, Grammar) == (entry["expected"] == "accept"), (backend, outcome)
+            assert isinstance(outcome, Grammar) == (entry["expected"] == "accept"), (
+                backend,
+                outcome,
+            )
     if entry["expected"] == "accept" and not entry["bounded"]:
-        assert isinstance(decided(compiler, constraint, AUTO), Grammar), "at least one backend enforces it"
+        assert isinstance(decided(compiler, constraint, AUTO), Grammar), (
+            "at least one backend enforces it"
+        )
 
 
-UNDERSTOOD = {"vllm-35438-missing-json_schema"}  # a form that we take, as llama.cpp does: the schema beside the type
+UNDERSTOOD = {
+    "vllm-35438-missing-json_schema"
+}  # a form that we take, as llama.cpp does: the schema beside the type
 
 
 @pytest.mark.parametrize(
     "entry",
-    [each for each in entries() if each["scope"] == "request" and each["id"] not in UNDERSTOOD],
+    [
+        each
+        for each in entries()
+        if each["scope"] == "request" and each["id"] not in UNDERSTOOD
+    ],
     ids=lambda each: each["id"],
 )
 def test_a_request_is_decided_as_listed(entry: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}], **payload(entry)}
     if entry["expected"] == "accept":
-        assert asked(ChatRequest.model_validate(body), ServerSettings()).constraint is not None
+        assert (
+            asked(ChatRequest.model_validate(body), ServerSettings()).constraint
+            is not None
+        )
     else:
         with pytest.raises((ValueError, InvalidRequest)):
             asked(ChatRequest.model_validate(body), ServerSettings())

@@ -1,4 +1,5 @@
-"""A cluster that is lost and joined again. The engine is in its own process, and alive at the end."""
+"""A cluster that is lost and joined again. The engine is in its own process, and alive
+at the end."""
 
 from __future__ import annotations
 
@@ -46,6 +47,8 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
 """
 
 
-def test_a_cluster_is_joined_again_after_its_restart_and_after_the_drivers_end() -> None:
+def test_a_cluster_is_joined_again_after_its_restart_and_after_the_drivers_end() -> (
+    None
+):
     said = run(REJOIN)
     assert said.splitlines()[-1] == "done", said

@@ -1,4 +1,5 @@
-"""A fault of a grammar library within one row of an actor ends its request and changes no other output."""
+"""A fault of a grammar library within one row of an actor ends its request and changes
+no other output."""
 
 from __future__ import annotations
 
@@ -32,16 +33,25 @@ def pool(tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
     pool.shutdown()
 
 
-def test_every_fault_ends_its_own_request_and_no_other(pool: RayPool, tiny_model: LoadedModel) -> None:
+def test_every_fault_ends_its_own_request_and_no_other(
+    pool: RayPool, tiny_model: LoadedModel
+) -> None:
     expected = generate(tiny_model, InlinePool(tiny_model.vocabulary), bystanders())
     assert not errors(expected)
     faults = {
-        fault: SamplingParams(regex=f"{fault} name={fault}", backend=NAME, seed=7, max_tokens=30) for fault in FAULTS
+        fault: SamplingParams(
+            regex=f"{fault} name={fault}", backend=NAME, seed=7, max_tokens=30
+        )
+        for fault in FAULTS
     }
     found = generate(tiny_model, pool, bystanders() | faults)
     assert said(found, *faults) == said(expected)
     assert errors(found) == {fault: error.code for fault, error in FAULTS.items()}
-    assert all(one.finish_reason == "error" for fault in faults for one in found[fault].outputs)
+    assert all(
+        one.finish_reason == "error" for fault in faults for one in found[fault].outputs
+    )
     lengths = {fault: len(found[fault].outputs[0].token_ids) for fault in faults}
-    assert lengths == {fault: int(fault[-1]) + ("accept" in fault) for fault in lengths}, "at its position, not before"
+    assert lengths == {
+        fault: int(fault[-1]) + ("accept" in fault) for fault in lengths
+    }, "at its position, not before"
     assert {worker.restarts for worker in pool.status().workers} == {0}

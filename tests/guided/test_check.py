@@ -17,7 +17,10 @@ from guided.errors import InvalidRequest
 
 SCHEMA = {
     "type": "object",
-    "properties": {"a": {"not": {"type": "string"}}, "f": {"type": "string", "format": "semver"}},
+    "properties": {
+        "a": {"not": {"type": "string"}},
+        "f": {"type": "string", "format": "semver"},
+    },
     "required": ["f"],
 }
 
@@ -29,7 +32,11 @@ def backends() -> Backends:
 
 def test_an_accepted_schema(backends: Backends) -> None:
     report = check("x.json", json.dumps(SCHEMA), backends, samples=3)
-    assert (report.accepted, report.backend, report.kind) == (True, "llguidance", "JSON schema")
+    assert (report.accepted, report.backend, report.kind) == (
+        True,
+        "llguidance",
+        "JSON schema",
+    )
     assert report.not_enforced == ["/properties/f/format"]
     assert report.least_tokens == len('{"f":""}') + 1
     assert report.compile_seconds > 0
@@ -38,11 +45,16 @@ def test_an_accepted_schema(backends: Backends) -> None:
         jsonschema.validate(json.loads(sample), SCHEMA)
 
 
-def test_a_refused_schema_has_a_pointer_and_the_reasons_of_all(backends: Backends) -> None:
+def test_a_refused_schema_has_a_pointer_and_the_reasons_of_all(
+    backends: Backends,
+) -> None:
     report = check("x.regex", "a(?!a)b", backends)
     assert not report.accepted
     assert set(report.refusals) == {"llguidance", "xgrammar"}
-    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "a(?!a)"}}}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "string", "pattern": "a(?!a)"}},
+    }
     report = check("x.json", json.dumps(schema), backends)
     assert (report.accepted, report.checked) == (True, ["/properties/x/pattern"])
     assert not check("x.json", '{"type": "nosuch"}', backends).accepted
@@ -50,9 +62,15 @@ def test_a_refused_schema_has_a_pointer_and_the_reasons_of_all(backends: Backend
 
 def test_a_regex(backends: Backends) -> None:
     report = check("-", "a{2}[0-9]\n", backends, samples=2, backend="outlines")
-    assert (report.kind, report.backend, report.least_tokens) == ("regex", "outlines", 4)
+    assert (report.kind, report.backend, report.least_tokens) == (
+        "regex",
+        "outlines",
+        4,
+    )
     assert all(re.fullmatch("aa[0-9]", sample) for sample in report.samples)
-    again = [check("-", "[a-z]{9}", backends, samples=2, seed=5).samples for _ in range(2)]
+    again = [
+        check("-", "[a-z]{9}", backends, samples=2, seed=5).samples for _ in range(2)
+    ]
     assert again[0] == again[1]
 
 
@@ -72,7 +90,9 @@ def test_a_constraint_that_takes_too_long_is_refused() -> None:
     [late] = check_all([("slow.json", json.dumps(SCHEMA))], BYTES, seconds=1e-4)
     assert not late.accepted
     assert "time limit" in late.error
-    assert [report.backend for report in check_all([("-", "a{2}")], BYTES, seconds=100)] == ["llguidance"]
+    assert [
+        report.backend for report in check_all([("-", "a{2}")], BYTES, seconds=100)
+    ] == ["llguidance"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +114,9 @@ def test_the_kind_is_found(name: str, text: str, kind: str) -> None:
 
 
 def test_the_vocabulary_of_a_model(tmp_path: Path, mistral_data: Path) -> None:
-    assert vocabulary_of(checkpoint_path()) == vocabulary_of(checkpoint_path() / "tokenizer.json")
+    assert vocabulary_of(checkpoint_path()) == vocabulary_of(
+        checkpoint_path() / "tokenizer.json"
+    )
     with pytest.raises(InvalidRequest, match="neither"):
         vocabulary_of(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

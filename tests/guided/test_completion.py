@@ -1,4 +1,5 @@
-"""With a budget, every output ends with a stop token, satisfies its constraint and fits."""
+"""With a budget, every output ends with a stop token, satisfies its constraint and
+fits."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ from guided.vocabulary import Vocabulary
 
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"items": {"type": "string"}}},
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"items": {"type": "string"}},
+    },
     "required": ["name", "age"],
 }
 HUGE = {
@@ -35,14 +40,24 @@ HUGE = {
 }
 TREE = {
     "type": "object",
-    "properties": {"v": {"type": "integer"}, "kids": {"type": "array", "items": {"$ref": "#"}}},
+    "properties": {
+        "v": {"type": "integer"},
+        "kids": {"type": "array", "items": {"$ref": "#"}},
+    },
     "required": ["v", "kids"],
 }
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
 
 
 def json_schema(schema: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"additionalProperties": False, **schema}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"additionalProperties": False, **schema},
+    }
 
 
 def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
@@ -64,20 +79,30 @@ CALLS = {
     "type": "triggered_tags",
     "triggers": ["<tool_call>"],
     "tags": [
-        tag(f'<tool_call>{{"name": "{name}", "arguments": ', json_schema(schema), "}</tool_call>")
+        tag(
+            f'<tool_call>{{"name": "{name}", "arguments": ',
+            json_schema(schema),
+            "}</tool_call>",
+        )
         for name, schema in TOOLS.items()
     ],
     "at_least_one": True,
 }
 CONSTRAINTS = {
     "person": Constraint.json_schema(PERSON),
-    "huge": Constraint.json_schema({"anyOf": [{"type": "string", "maxLength": 5}, HUGE]}),
+    "huge": Constraint.json_schema(
+        {"anyOf": [{"type": "string", "maxLength": 5}, HUGE]}
+    ),
     "tree": Constraint.json_schema(TREE),
-    "date": Constraint.json_schema({"type": "array", "minItems": 2, "items": {"type": "string", "format": "date"}}),
+    "date": Constraint.json_schema(
+        {"type": "array", "minItems": 2, "items": {"type": "string", "format": "date"}}
+    ),
     "object": Constraint.json_object(),
     "regex": Constraint.regex("(a.{60}|[b-z]+)!"),
     "letters": Constraint.regex("(a[0-9]{12}|[b-z]+)!"),
-    "choice": Constraint.choice(["no", "yes", "a long explanation of why neither of them is right"]),
+    "choice": Constraint.choice(
+        ["no", "yes", "a long explanation of why neither of them is right"]
+    ),
     "grammar": Constraint.grammar('start: "(" start ")" | "x" | "a long word"'),
     "lookahead": Constraint.regex(r"(?=.*[0-9])[a-z0-9 ]+\.(com|org/.{40})"),
     "text": Constraint.grammar('start: TEXT "END" "[" /[0-9]{9}/ "]"\nTEXT: /[^E]*/'),
@@ -91,11 +116,15 @@ _slots = count()
 class Generator:
     """Generates with random tokens."""
 
-    def __init__(self, vocabulary: Vocabulary, constraint: Constraint, backend: str) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, constraint: Constraint, backend: str
+    ) -> None:
         self.vocabulary = vocabulary
         self.constraint = constraint
         self.worker = MaskWorker(vocabulary)
-        self.grammar = compile_constraint(Backends(vocabulary), constraint, [backend]).grammar
+        self.grammar = compile_constraint(
+            Backends(vocabulary), constraint, [backend]
+        ).grammar
         self.row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
 
     def mask(self, slot: int, new: list[int]) -> list[int] | GuidedError:
@@ -113,10 +142,16 @@ class Generator:
                 return mask
             stops = [token for token in mask if token in self.vocabulary.stop_token_ids]
             texts = [token for token in mask if token not in stops]
-            output.append(chance.choice(stops if stops and (not texts or chance.random() < 0.2) else texts))
+            output.append(
+                chance.choice(
+                    stops if stops and (not texts or chance.random() < 0.2) else texts
+                )
+            )
             if output[-1] in stops:
                 self.worker.free([slot])
-                return self.vocabulary.decode(output[:-1]).decode(), slot in self.worker.steered
+                return self.vocabulary.decode(
+                    output[:-1]
+                ).decode(), slot in self.worker.steered
         raise AssertionError(f"cut off: {self.vocabulary.decode(output)!r}")
 
     def least(self) -> int:
@@ -135,7 +170,9 @@ def generator(vocabulary: Vocabulary, name: str, backend: str) -> Generator:
 @pytest.mark.parametrize("name", CONSTRAINTS)
 @given(spare=st.integers(0, 40), seed=st.integers(0, 1000))
 @settings(max_examples=4, deadline=None)
-def test_outputs_fit_and_satisfy_the_constraint(vocabulary: Vocabulary, name: str, spare: int, seed: int) -> None:
+def test_outputs_fit_and_satisfy_the_constraint(
+    vocabulary: Vocabulary, name: str, spare: int, seed: int
+) -> None:
     one = generator(vocabulary, name, "llguidance")
     found = one.generate(one.least() + spare, seed)
     assert not isinstance(found, GuidedError), found
@@ -150,7 +187,9 @@ def compile_accepts(one: Generator, text: str) -> bool:
     slot = next(_slots)
     one.worker.open(slot, one.grammar, tokens=one.vocabulary.encode(text))
     mask = one.mask(slot, [])
-    return not isinstance(mask, GuidedError) and one.vocabulary.stop_token_ids[0] in mask
+    return (
+        not isinstance(mask, GuidedError) and one.vocabulary.stop_token_ids[0] in mask
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +235,8 @@ OUTPUTS = {
     "text": "something like text, [with] {brackets}. END[012345678]",
     "tag": '<person>{"name": "Anna Weber", "age": 47, "tags": ["a"]}</person>',
     "thinking": THOUGHTS + '</think>{"city": "Lisbon"}',
-    "tools": THOUGHTS + '</think><tool_call>{"name": "get", "arguments": {"city": "Lisbon"}}</tool_call>',
+    "tools": THOUGHTS
+    + '</think><tool_call>{"name": "get", "arguments": {"city": "Lisbon"}}</tool_call>',
 }
 
 

@@ -32,7 +32,9 @@ def test_lark_is_left_alone() -> None:
     assert check_lark(text) == text
 
 
-@pytest.mark.parametrize("text", ["start: <s>", 'start: "a" <|end|> "b"', "start: A <[12]>\nA: /x/"])
+@pytest.mark.parametrize(
+    "text", ["start: <s>", 'start: "a" <|end|> "b"', "start: A <[12]>\nA: /x/"]
+)
 def test_special_tokens_are_refused_by_name(text: str) -> None:
     with pytest.raises(UnsupportedConstraint, match=r"special token <"):
         check_lark(text)
@@ -61,14 +63,34 @@ def test_malformed_gbnf_is_the_users(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
-        ('word ::= [a-z]+\nroot ::= word "x" root | "."', [".", "abxx.", "xx."], ["x.", "ab."]),
-        ('root ::= "a" root "b" | "ab" | [a-z] [a-z] "c"', ["ab", "aabb", "aabcb", "zzc"], ["abb", "aab"]),
-        (r'root ::= "\x41\u00e9\U0001F600\n\t\"\\" [\]\-^a]', ['Aé😀\n\t"\\]', 'Aé😀\n\t"\\-', 'Aé😀\n\t"\\^'], ["A"]),
+        (
+            'word ::= [a-z]+\nroot ::= word "x" root | "."',
+            [".", "abxx.", "xx."],
+            ["x.", "ab."],
+        ),
+        (
+            'root ::= "a" root "b" | "ab" | [a-z] [a-z] "c"',
+            ["ab", "aabb", "aabcb", "zzc"],
+            ["abb", "aab"],
+        ),
+        (
+            r'root ::= "\x41\u00e9\U0001F600\n\t\"\\" [\]\-^a]',
+            ['Aé😀\n\t"\\]', 'Aé😀\n\t"\\-', 'Aé😀\n\t"\\^'],
+            ["A"],
+        ),
         ("root ::= [^a-z\\n] .", ["A\n", "é😀"], ["ab", "\nx", "A"]),
-        ('root ::= "a"{2} "b"{1,} "c"{0,1} "d"?', ["aab", "aabbbcd"], ["ab", "aabccd", "aac"]),
+        (
+            'root ::= "a"{2} "b"{1,} "c"{0,1} "d"?',
+            ["aab", "aabbbcd"],
+            ["ab", "aabccd", "aac"],
+        ),
         ('root ::= | "x" | "(" root ")"', ["", "x", "((x))", "()"], ["(", "x)"]),
         ('Root-1 ::= "q"\nroot ::= Root-1 Root-1\n  Root-1', ["qqq"], ["qq"]),
-        ('root ::= expr\nexpr ::= expr "+" num | num\nnum ::= [0-9]+', ["1+22+3", "7"], ["1+", "+1"]),
+        (
+            'root ::= expr\nexpr ::= expr "+" num | num\nnum ::= [0-9]+',
+            ["1+22+3", "7"],
+            ["1+", "+1"],
+        ),
     ],
 )
 def test_sentences(grammar: str, good: list[str], bad: list[str]) -> None:

@@ -31,7 +31,9 @@ class Compilations:
         """Ask for a grammar, which is compiled at once if it is not there."""
         future = self.start(text)
         if not future.done():
-            future.set_result(Grammar(text, "llguidance", Constraint.choice([text]), nbytes=nbytes))
+            future.set_result(
+                Grammar(text, "llguidance", Constraint.choice([text]), nbytes=nbytes)
+            )
         return future.result(0)
 
 
@@ -84,4 +86,8 @@ def test_invalid_is_remembered_and_a_timeout_is_not() -> None:
             if not future.done():
                 future.set_exception(error)
             assert future.exception(0) is error
-    assert compilations.started == [InvalidConstraint.code, CompileTimeout.code, CompileTimeout.code]
+    assert compilations.started == [
+        InvalidConstraint.code,
+        CompileTimeout.code,
+        CompileTimeout.code,
+    ]

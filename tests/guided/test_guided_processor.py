@@ -1,4 +1,5 @@
-"""The processor of an engine's steps over a pool: rows that fail or are late, misuse, and `decode_step`."""
+"""The processor of an engine's steps over a pool: rows that fail or are late, misuse,
+and `decode_step`."""
 
 from __future__ import annotations
 
@@ -53,9 +54,16 @@ def test_a_failed_row_allows_a_stop_token_only() -> None:
 @pytest.mark.parametrize(
     ("rows", "looks", "deadline", "late"),
     [(1, 5, 0.0, []), (1, 1 << 30, 0.0, [7]), (2, 5, 0.001, [7]), (1, 5, None, [])],
-    ids=["until one is decided", "0.1 s at most", "not if another row can be sampled", "not without a deadline"],
+    ids=[
+        "until one is decided",
+        "0.1 s at most",
+        "not if another row can be sampled",
+        "not without a deadline",
+    ],
 )
-def test_waits_for_the_first_mask(rows: int, looks: int, deadline: float | None, late: list[int]) -> None:
+def test_waits_for_the_first_mask(
+    rows: int, looks: int, deadline: float | None, late: list[int]
+) -> None:
     pool = FaultyPool(LETTERS)
     pool.delay = lambda sequence_id, position: looks
     subject = GuidedProcessor(pool)
@@ -67,7 +75,8 @@ def test_waits_for_the_first_mask(rows: int, looks: int, deadline: float | None,
 
 
 class RecordedPool(InlinePool):
-    """Notes the calls, also those of a device's events. All rows are late in the first `late` collects."""
+    """Notes the calls, also those of a device's events. All rows are late in the first
+    `late` collects."""
 
     def __init__(self, device: FakeDevice, late: int = 0) -> None:
         super().__init__(LETTERS)
@@ -79,7 +88,9 @@ class RecordedPool(InlinePool):
     def _note(self, call: str) -> None:
         self.calls.append(call)
 
-    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
+    def submit(
+        self, sequences: Sequence[GuidedSequence], batch: int | None = None
+    ) -> None:
         self.calls.append("submit")
         super().submit(sequences, batch)
 
@@ -89,17 +100,25 @@ class RecordedPool(InlinePool):
 
     def collect(self, deadline: float | None = None) -> StepMasks:
         self.deadlines.append(deadline)
-        return StepMasks(late=[0]) if len(self.deadlines) <= self._late else super().collect(deadline)
+        return (
+            StepMasks(late=[0])
+            if len(self.deadlines) <= self._late
+            else super().collect(deadline)
+        )
 
 
-def applied(pool: RecordedPool, device: FakeDevice, deadline: float | None) -> tuple[GuidedProcessor, ApplyReport]:
+def applied(
+    pool: RecordedPool, device: FakeDevice, deadline: float | None
+) -> tuple[GuidedProcessor, ApplyReport]:
     subject = GuidedProcessor(pool)
     subject.initialize("r", Constraint.choice(["ab"]))
     subject.prepare([GuidedSequence("r", 7, [])])
     return subject, subject.apply(device.tensor(torch.zeros(2, WIDTH)), deadline)
 
 
-def test_masks_are_not_overwritten_before_the_kernel_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_not_overwritten_before_the_kernel_has_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with fake_device(monkeypatch) as device:
         pool = RecordedPool(device)
         subject, _ = applied(pool, device, None)
@@ -112,11 +131,26 @@ def test_masks_are_not_overwritten_before_the_kernel_has_read_them(monkeypatch: 
 
 @pytest.mark.parametrize(
     ("late", "busy", "late_rows", "looks", "last"),
-    [(3, 1000, [], 4, None), (1000, 3, [7], 4, 0.25), (0, 0, [], 1, None), (4, 3, [], 4, 0.25)],
-    ids=["masks before the forward pass", "masks after the deadline", "masks at once", "masks before the deadline"],
+    [
+        (3, 1000, [], 4, None),
+        (1000, 3, [7], 4, 0.25),
+        (0, 0, [], 1, None),
+        (4, 3, [], 4, 0.25),
+    ],
+    ids=[
+        "masks before the forward pass",
+        "masks after the deadline",
+        "masks at once",
+        "masks before the deadline",
+    ],
 )
 def test_the_deadline_counts_from_the_end_of_the_forward_pass(
-    monkeypatch: pytest.MonkeyPatch, late: int, busy: int, late_rows: list[int], looks: int, last: float | None
+    monkeypatch: pytest.MonkeyPatch,
+    late: int,
+    busy: int,
+    late_rows: list[int],
+    looks: int,
+    last: float | None,
 ) -> None:
     """Masks that are there before it are applied without a wait for the device."""
     with fake_device(monkeypatch) as device:
@@ -130,12 +164,20 @@ def test_the_deadline_counts_from_the_end_of_the_forward_pass(
     assert len(device.launched) == 1
 
 
-@pytest.mark.parametrize(("others", "late"), [(0, []), (9, [7])], ids=["all are late", "one of ten is late"])
-def test_a_batch_waits_less_than_its_late_rows_lose(others: int, late: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("others", "late"), [(0, []), (9, [7])], ids=["all are late", "one of ten is late"]
+)
+def test_a_batch_waits_less_than_its_late_rows_lose(
+    others: int, late: list[int]
+) -> None:
     class SlowPool(InlinePool):
         def collect(self, deadline: float | None = None) -> StepMasks:
             time.sleep(0.001)
-            return StepMasks(late=[0]) if time.monotonic() < ready_at else super().collect(deadline)
+            return (
+                StepMasks(late=[0])
+                if time.monotonic() < ready_at
+                else super().collect(deadline)
+            )
 
     subject = GuidedProcessor(SlowPool(LETTERS))
     subject.initialize("r", Constraint.choice(["ab"]))
@@ -189,12 +231,15 @@ def test_masks_can_be_collected_instead_of_applied() -> None:
     report = subject.collect(bitmask)
     assert list(report.failed) == [1]
     assert bitmask[3].tolist() == [1 << 3, 0]
-    assert bitmask[1].tolist() == [1 << STOP, 0], "a failed row allows a stop token only"
+    assert bitmask[1].tolist() == [1 << STOP, 0], (
+        "a failed row allows a stop token only"
+    )
     assert (bitmask[[0, 2]] == -1).all()
 
 
 class Loop:
-    """Two constrained sequences in rows 0 and 2, and a row without a constraint between them."""
+    """Two constrained sequences in rows 0 and 2, and a row without a constraint between
+    them."""
 
     def __init__(self, pool: InlinePool) -> None:
         self.processor = GuidedProcessor(pool)
@@ -203,7 +248,10 @@ class Loop:
 
     @property
     def texts(self) -> list[bytes]:
-        return [LETTERS.decode(list(sequence.output_token_ids)) for sequence in self.sequences]
+        return [
+            LETTERS.decode(list(sequence.output_token_ids))
+            for sequence in self.sequences
+        ]
 
     def step(self, *preferred: int, deadline: float | None = None) -> DecodeStep:
         """Decode. Row i prefers `preferred[i]`."""
@@ -214,7 +262,12 @@ class Loop:
             return logits
 
         return decode_step(
-            self.processor, self.sequences, forward, lambda logits: logits.argmax(-1).tolist(), [0, 2], deadline
+            self.processor,
+            self.sequences,
+            forward,
+            lambda logits: logits.argmax(-1).tolist(),
+            [0, 2],
+            deadline,
         )
 
 

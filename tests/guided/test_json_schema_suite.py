@@ -1,6 +1,8 @@
-"""JSON-Schema-Test-Suite: a schema is refused, or each of its instances is accepted as the suite says.
+"""JSON-Schema-Test-Suite: a schema is refused, or each of its instances is accepted as
+the suite says.
 
-The data are not part of the project: `shared/data`, next to the checkout. The required tests of both drafts.
+The data are not part of the project: `shared/data`, next to the checkout. The required
+tests of both drafts.
 """
 
 from __future__ import annotations
@@ -20,15 +22,20 @@ from guided.constraint import Constraint
 from guided.errors import InvalidConstraint
 from guided.masks.compilation import compile_constraint
 
-SUITE = Path(__file__).parents[3] / "shared" / "data" / "json-schema-test-suite" / "tests"
+SUITE = (
+    Path(__file__).parents[3] / "shared" / "data" / "json-schema-test-suite" / "tests"
+)
 DIALECTS = {
     "draft7": "http://json-schema.org/draft-07/schema#",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
 LEAST_COMPILED = {"draft7": 234, "draft2020-12": 349}
-"""Of 257 and 383 groups. The others refer to other documents, have NUL in a value, or no value satisfies them."""
+"""Of 257 and 383 groups. The others refer to other documents, have NUL in a value, or
+no value satisfies them."""
 
-FORMAT = "`format` is enforced, where the specification makes it an annotation by default"
+FORMAT = (
+    "`format` is enforced, where the specification makes it an annotation by default"
+)
 REJECTED = {
     (
         "unevaluatedProperties with anyOf",
@@ -39,7 +46,8 @@ REJECTED = {
         "no validation: invalid number, but it still validates",
     ): "a meta-schema without the vocabulary of validation is none that is known: 2020-12 applies",
 }
-"""(group, test) -> why a valid instance may be rejected, beside the order of properties, and `1.0` for an integer."""
+"""(group, test) -> why a valid instance may be rejected, beside the order of
+properties, and `1.0` for an integer."""
 
 
 class Group(NamedTuple):
@@ -66,7 +74,10 @@ def accepts_document(grammar: CompiledGrammar, document: Any) -> bool:
 
 def reason(grammar: CompiledGrammar, group: Group, test: dict[str, Any]) -> str | None:
     """Return why the grammar may reject a valid instance; None if it may not."""
-    if group.file == "format" and "is only an annotation by default" in test["description"]:
+    if (
+        group.file == "format"
+        and "is only an annotation by default" in test["description"]
+    ):
         return FORMAT
     written = json.loads(json.dumps(test["data"]), parse_float=shortest)
     if any(accepts_document(grammar, document) for document in reordered(written)):
@@ -78,10 +89,16 @@ def shortest(text: str) -> float:
     return int(float(text)) if float(text).is_integer() else float(text)
 
 
-@pytest.mark.skipif(not SUITE.exists(), reason="JSON-Schema-Test-Suite (shared/data) is not here")
-@pytest.mark.parametrize("backend", ["auto", "xgrammar", "lm-format-enforcer"])  # outlines compiles for minutes
+@pytest.mark.skipif(
+    not SUITE.exists(), reason="JSON-Schema-Test-Suite (shared/data) is not here"
+)
+@pytest.mark.parametrize(
+    "backend", ["auto", "xgrammar", "lm-format-enforcer"]
+)  # outlines compiles for minutes
 @pytest.mark.parametrize("draft", list(DIALECTS))
-def test_json_schema_test_suite(draft: str, backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_schema_test_suite(
+    draft: str, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     backends = Backends(BYTES)
     names = candidates("json_schema", backend)
     number = compiled = 0
@@ -89,7 +106,9 @@ def test_json_schema_test_suite(draft: str, backend: str, capsys: pytest.Capture
     for group in groups(draft):
         number += 1
         try:
-            grammar = compile_constraint(backends, Constraint.json_schema(group.schema), names).grammar
+            grammar = compile_constraint(
+                backends, Constraint.json_schema(group.schema), names
+            ).grammar
         except InvalidConstraint:
             continue
         compiled += 1

@@ -20,7 +20,10 @@ DOCUMENTS: st.SearchStrategy[Any] = st.recursive(
         st.text(st.sampled_from('a\\"[]{},:1é狐\ud800\n ')),
     ),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.text(st.sampled_from('a\\",]'), max_size=4), inner, max_size=4)
+        st.lists(inner, max_size=4),
+        st.dictionaries(
+            st.text(st.sampled_from('a\\",]'), max_size=4), inner, max_size=4
+        ),
     ),
     max_leaves=30,
 )
@@ -30,8 +33,13 @@ def size(document: Any) -> tuple[int, int]:
     """Values, and levels of brackets."""
     if not isinstance(document, dict | list):
         return 1, 0
-    inner = [size(each) for each in (document.values() if isinstance(document, dict) else document)]
-    return 1 + sum(values for values, _ in inner), 1 + max((depth for _, depth in inner), default=0)
+    inner = [
+        size(each)
+        for each in (document.values() if isinstance(document, dict) else document)
+    ]
+    return 1 + sum(values for values, _ in inner), 1 + max(
+        (depth for _, depth in inner), default=0
+    )
 
 
 def read(text: str | bytes, max_values: int = 10**6, max_nesting: int = 100) -> Any:
@@ -39,7 +47,9 @@ def read(text: str | bytes, max_values: int = 10**6, max_nesting: int = 100) -> 
 
 
 @given(DOCUMENTS, st.sampled_from([None, 1]), st.booleans())
-def test_well_formed_text_is_read_as_by_python(document: Any, indent: int | None, ascii_only: bool) -> None:
+def test_well_formed_text_is_read_as_by_python(
+    document: Any, indent: int | None, ascii_only: bool
+) -> None:
     text = json.dumps(document, indent=indent, ensure_ascii=ascii_only)
     assert read(text) == json.loads(text)
     if ascii_only:
@@ -50,7 +60,9 @@ def test_well_formed_text_is_read_as_by_python(document: Any, indent: int | None
 def test_limits_are_exact(document: Any) -> None:
     text = json.dumps(document)
     values, depth = size(document)
-    empty = text.count("[]") + text.count("{}")  # an empty container counts as one that has a value
+    empty = text.count("[]") + text.count(
+        "{}"
+    )  # an empty container counts as one that has a value
     read(text, values + empty, max(depth, 1))
     if depth:
         with pytest.raises(JsonTooLarge, match=f"deeper than {depth - 1} levels"):
@@ -61,7 +73,12 @@ def test_limits_are_exact(document: Any) -> None:
 
 
 def test_strings_are_not_measured() -> None:
-    for tail in (r'\"[[[[",[0]]', r'\\",[[0]]]', r'\\\\\"[[[",12345678]', "9" * 200 + '",12345678]'):
+    for tail in (
+        r'\"[[[[",[0]]',
+        r'\\",[[0]]]',
+        r'\\\\\"[[[",12345678]',
+        "9" * 200 + '",12345678]',
+    ):
         text = '["x' + tail
         assert read(text, max_nesting=3) == json.loads(text)
     with pytest.raises(JsonTooLarge, match="deeper"):
@@ -90,7 +107,9 @@ def test_what_is_not_json(text: str | bytes, message: str) -> None:
     assert not isinstance(caught.value, JsonTooLarge)
 
 
-@pytest.mark.parametrize("piece", ["[", "{", '{"a":', "0,", '"",', '\\"', '"', "[],", "9"])
+@pytest.mark.parametrize(
+    "piece", ["[", "{", '{"a":', "0,", '"",', '\\"', '"', "[],", "9"]
+)
 def test_large_texts_are_refused_without_parsing(piece: str) -> None:
     with pytest.raises(JsonError):
         read("[" + piece * 1_000_000, max_values=1000)

@@ -23,10 +23,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 """The last one is masked by torch."""
 
 
-def masked(logits: torch.Tensor, allowed: list[set[int]], rows: list[int]) -> torch.Tensor:
+def masked(
+    logits: torch.Tensor, allowed: list[set[int]], rows: list[int]
+) -> torch.Tensor:
     expected = logits.clone()
     for row, ids in zip(rows, allowed, strict=True):
-        expected[row, [token for token in range(logits.shape[1]) if token not in ids]] = float("-inf")
+        expected[
+            row, [token for token in range(logits.shape[1]) if token not in ids]
+        ] = float("-inf")
     return expected
 
 
@@ -43,8 +47,15 @@ def test_forbidden_logits_become_minus_infinity(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 300))
     rows = data.draw(st.permutations(range(4)))[: data.draw(st.integers(0, 4))]
     tokens = st.sets(st.integers(0, size - 1))
-    allowed = [ids if data.draw(st.booleans()) else set(range(size)) - ids for ids in (data.draw(tokens) for _ in rows)]
-    logits = noise(4, size + data.draw(st.sampled_from([0, 40])), data.draw(st.sampled_from(DTYPES)))
+    allowed = [
+        ids if data.draw(st.booleans()) else set(range(size)) - ids
+        for ids in (data.draw(tokens) for _ in rows)
+    ]
+    logits = noise(
+        4,
+        size + data.draw(st.sampled_from([0, 40])),
+        data.draw(st.sampled_from(DTYPES)),
+    )
     expected = masked(logits, allowed, rows)
     others = [row for row in range(4) if row not in rows]
     expected[others] = logits[others]
@@ -62,11 +73,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
-@pytest.mark.parametrize(("size", "beyond"), [(31, 0), (640, 5), (4090, 100), (50257, 64)])
-def test_the_kernel_masks_as_on_the_cpu(device: FakeDevice, dtype: torch.dtype, size: int, beyond: int) -> None:
-    """Masks in two tables, of which one is pinned in part, and rows that are not the batch's first."""
+@pytest.mark.parametrize(
+    ("size", "beyond"), [(31, 0), (640, 5), (4090, 100), (50257, 64)]
+)
+def test_the_kernel_masks_as_on_the_cpu(
+    device: FakeDevice, dtype: torch.dtype, size: int, beyond: int
+) -> None:
+    """Masks in two tables, of which one is pinned in part, and rows that are not the
+    batch's first."""
     rng = np.random.default_rng(size)
-    tables = [rng.integers(-(1 << 31), 1 << 31, (9, words(size)), np.int64).astype(np.int32) for _ in range(2)]
+    tables = [
+        rng.integers(-(1 << 31), 1 << 31, (9, words(size)), np.int64).astype(np.int32)
+        for _ in range(2)
+    ]
     pin_masks(tables[1], 3, GPU)
     masks = [(tables[0], np.array([8, 0])), (tables[1], np.array([2, 5, 1]))]
     rows = np.array([4, 0, 6, 1, 3])
@@ -75,22 +94,30 @@ def test_the_kernel_masks_as_on_the_cpu(device: FakeDevice, dtype: torch.dtype, 
     BitmaskKernel().apply(expected, masks, rows)
     BitmaskKernel().apply(device.tensor(logits), masks, rows)
     assert torch.equal(logits, expected)
-    assert device.launched == [[False, False, True, False, True]], "which of the masks it read where they lie"
+    assert device.launched == [[False, False, True, False, True]], (
+        "which of the masks it read where they lie"
+    )
 
 
-def test_masks_that_are_not_pinned_are_copied_to_buffers_that_are_kept(device: FakeDevice) -> None:
+def test_masks_that_are_not_pinned_are_copied_to_buffers_that_are_kept(
+    device: FakeDevice,
+) -> None:
     kernel = BitmaskKernel()
     addresses: set[int] = set()
     for count in (1, 3, 60, 2):
         table = np.stack([pack({row}, 640) for row in range(count)])
         logits = torch.zeros(count, 640)
-        kernel.apply(device.tensor(logits), [(table, np.arange(count))], np.arange(count))
+        kernel.apply(
+            device.tensor(logits), [(table, np.arange(count))], np.arange(count)
+        )
         assert logits.isfinite().nonzero()[:, 1].tolist() == list(range(count))
         addresses.add(device.addresses[0])
     assert len(addresses) == 1
 
 
-@pytest.mark.parametrize("failure", ["driver", "code", "wrong", "exception", "none", "cpu"])
+@pytest.mark.parametrize(
+    "failure", ["driver", "code", "wrong", "exception", "none", "cpu"]
+)
 def test_a_self_test_decides_whether_masks_are_read_where_they_lie(
     device: FakeDevice, caplog: pytest.LogCaptureFixture, failure: str
 ) -> None:
@@ -151,9 +178,19 @@ for capability, dtype in ((80, "fp32"), (90, "fp32"), (100, "fp32"), (80, "bf16"
 
 
 def test_the_kernel_compiles_for_three_generations_of_gpus(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_DEFAULT_FP_FUSION": "1",
+    }
     environment.pop("TRITON_INTERPRET", None)
-    found = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert found.stdout.splitlines() == ["True True"] * 5
 
 
@@ -167,11 +204,16 @@ def test_on_cuda_it_is_as_on_the_cpu(dtype: torch.dtype, rows: list[int]) -> Non
     on_gpu = logits.cuda()
     expected = masked(logits, allowed, rows)
     table = np.stack([pack(ids, 4090) for ids in allowed])
-    segment = np.frombuffer(mmap.mmap(-1, 4 * table.nbytes), np.int32).reshape(-1, table.shape[1])
+    segment = np.frombuffer(mmap.mmap(-1, 4 * table.nbytes), np.int32).reshape(
+        -1, table.shape[1]
+    )
     pin_masks(segment, 2 * len(rows), on_gpu.device)
     assert pinned_end(segment.ctypes.data)
     segment[: len(rows)] = segment[-len(rows) :] = table
-    for lines in (np.arange(len(rows)), np.arange(len(segment) - len(rows), len(segment))):  # pinned, and copied
+    for lines in (
+        np.arange(len(rows)),
+        np.arange(len(segment) - len(rows), len(segment)),
+    ):  # pinned, and copied
         masked_logits = on_gpu.clone()
         subject = BitmaskKernel()
         subject.apply(masked_logits, [(segment, lines)], rows)

@@ -30,7 +30,8 @@ def test_regexes_within_the_limits(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "what"), [("a{101}", "beyond the limit of 100"), ("(a{11}){10}", "nested repetitions")]
+    ("pattern", "what"),
+    [("a{101}", "beyond the limit of 100"), ("(a{11}){10}", "nested repetitions")],
 )
 def test_regexes_over_the_limits(pattern: str, what: str) -> None:
     with pytest.raises(ConstraintTooLarge, match=what) as caught:
@@ -69,9 +70,28 @@ def test_grammars_over_the_limits(text: str, what: str) -> None:
         SMALL.check_grammar(text, "grammar")
 
 
-@pytest.mark.parametrize("piece", ["(", "[", "{1", "\\", '"', "/", "[^", "(a{2}", "\\x{", "#", "//", '"\\', "~", "a:"])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "(",
+        "[",
+        "{1",
+        "\\",
+        '"',
+        "/",
+        "[^",
+        "(a{2}",
+        "\\x{",
+        "#",
+        "//",
+        '"\\',
+        "~",
+        "a:",
+    ],
+)
 def test_time_is_linear_in_the_length(piece: str) -> None:
-    # Quadratic would be hours for half a megabyte: the suite's own timeout is what fails here.
+    # Quadratic would be hours for half a megabyte: the suite's own timeout is what
+    # fails here.
     text = piece * (LIMITS.max_constraint_bytes // len(piece))
     unlimited = Limits(max_nesting=10**9, max_repetition=10**9, max_grammar_rules=10**9)
     unlimited.check_regex(text, "regex")
@@ -82,7 +102,9 @@ def test_time_is_linear_in_the_length(piece: str) -> None:
 FEW = Limits(max_regex_alternatives=3)
 
 
-@pytest.mark.parametrize("pattern", ["a|b|c|d", "(a|b)(c|d|e)", "((a|b)|(c|d))", "a|||b"])
+@pytest.mark.parametrize(
+    "pattern", ["a|b|c|d", "(a|b)(c|d|e)", "((a|b)|(c|d))", "a|||b"]
+)
 def test_alternations_over_the_limit_count_together(pattern: str) -> None:
     with pytest.raises(ConstraintTooLarge, match="more than 3 alternatives"):
         FEW.check_regex(pattern, "regex")
@@ -92,7 +114,10 @@ def test_a_regex_may_have_as_many_alternatives_as_a_choice() -> None:
     words = [f"w{index}" for index in range(LIMITS.max_choices)]
     Constraint.regex("|".join(words))
     Constraint.json_schema({"pattern": f"^({'|'.join(words)})$"})
-    for create in (Constraint.regex, lambda pattern: Constraint.json_schema({"pattern": pattern})):
+    for create in (
+        Constraint.regex,
+        lambda pattern: Constraint.json_schema({"pattern": pattern}),
+    ):
         with pytest.raises(ConstraintTooLarge, match="more than 10000 alternatives"):
             create("|".join([*words, "x"]))
 
@@ -100,26 +125,46 @@ def test_a_regex_may_have_as_many_alternatives_as_a_choice() -> None:
 def test_alternatives_of_schemas() -> None:
     many = [{"const": index} for index in range(LIMITS.max_alternatives // 2)]
     Constraint.json_schema({"anyOf": [*many, *many], "enum": list(range(10_000))})
-    nested = {"properties": {"a": {"anyOf": many}, "b": {"oneOf": [*many, {"type": "null"}]}}}
-    with pytest.raises(ConstraintTooLarge, match="more than 2000 alternatives") as caught:
+    nested = {
+        "properties": {"a": {"anyOf": many}, "b": {"oneOf": [*many, {"type": "null"}]}}
+    }
+    with pytest.raises(
+        ConstraintTooLarge, match="more than 2000 alternatives"
+    ) as caught:
         Constraint.json_schema(nested, param="response_format")
-    assert (caught.value.param, caught.value.pointer) == ("response_format", "/properties/b/oneOf")
+    assert (caught.value.param, caught.value.pointer) == (
+        "response_format",
+        "/properties/b/oneOf",
+    )
     # A property that has that name is none.
     values = list(range(LIMITS.max_alternatives + 1))
-    Constraint.json_schema({"properties": {"anyOf": {"enum": values}}, "enum": [{"anyOf": values}]})
+    Constraint.json_schema(
+        {"properties": {"anyOf": {"enum": values}}, "enum": [{"anyOf": values}]}
+    )
 
 
 @pytest.mark.parametrize(
     ("create", "limit"),
     [
-        (lambda size: Constraint.json_schema({"enum": list(range(size))}), LIMITS.max_enum),
-        (lambda size: Constraint.json_object(whitespace=f" {{{size}}}"), LIMITS.max_repetition),
-        (lambda size: Constraint.choice(list(map(str, range(size)))), LIMITS.max_choices),
+        (
+            lambda size: Constraint.json_schema({"enum": list(range(size))}),
+            LIMITS.max_enum,
+        ),
+        (
+            lambda size: Constraint.json_object(whitespace=f" {{{size}}}"),
+            LIMITS.max_repetition,
+        ),
+        (
+            lambda size: Constraint.choice(list(map(str, range(size)))),
+            LIMITS.max_choices,
+        ),
         (lambda size: Constraint.regex("a" * size), LIMITS.max_constraint_bytes),
     ],
     ids=["enum", "whitespace", "choices", "bytes"],
 )
-def test_a_limit_holds_from_the_first_value_beyond_it(create: Callable[[int], Constraint], limit: int) -> None:
+def test_a_limit_holds_from_the_first_value_beyond_it(
+    create: Callable[[int], Constraint], limit: int
+) -> None:
     create(limit)
     with pytest.raises(ConstraintTooLarge):
         create(limit + 1)

@@ -65,14 +65,17 @@ class Point:
         (int | None, "null", None),
     ],
 )
-def test_a_type_is_a_schema_and_parses_its_answers(output_type: Any, text: str, value: Any) -> None:
+def test_a_type_is_a_schema_and_parses_its_answers(
+    output_type: Any, text: str, value: Any
+) -> None:
     constraint = constraint_for(output_type, whitespace="")
     assert (constraint.kind, constraint.whitespace) == ("json_schema", "")
     assert parse_as(output_type, text) == value
 
 
 @pytest.mark.parametrize(
-    ("output_type", "value"), [(Color, Color.DARK_BLUE), (Literal["red", "dark blue"], "dark blue")]
+    ("output_type", "value"),
+    [(Color, Color.DARK_BLUE), (Literal["red", "dark blue"], "dark blue")],
 )
 def test_strings_are_a_choice_of_plain_texts(output_type: Any, value: Any) -> None:
     assert constraint_for(output_type) == Constraint.choice(["red", "dark blue"])
@@ -83,7 +86,9 @@ def test_a_decimal_needs_no_lookaround() -> None:
     assert "?!" not in constraint_for(Person).source
 
 
-@pytest.mark.parametrize("output_type", [object(), Any.__class__.__call__, type("Plain", (), {})])
+@pytest.mark.parametrize(
+    "output_type", [object(), Any.__class__.__call__, type("Plain", (), {})]
+)
 def test_what_is_no_type_is_refused(output_type: Any) -> None:
     with pytest.raises(InvalidConstraint) as refusal:
         constraint_for(output_type)
@@ -95,7 +100,10 @@ BACKENDS = Backends(BYTES)
 
 def allows(constraint: Constraint, text: str) -> bool:
     """Whether a backend of "auto" allows `text` as a whole."""
-    return accepts(compile_constraint(BACKENDS, constraint, candidates(constraint.kind)).grammar, text)
+    return accepts(
+        compile_constraint(BACKENDS, constraint, candidates(constraint.kind)).grammar,
+        text,
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +115,11 @@ def allows(constraint: Constraint, text: str) -> bool:
         ("none" | types.digit, ["1", "none"], ["1none"]),
         (types.either("a+", types.integer), ["a+", "-12"], ["aa"]),
         ("x" + types.at_most(2, types.digit), ["x", "x12"], ["x123"]),
-        (types.uuid4, ["123e4567-e89b-42d3-a456-426614174000"], ["123e4567-e89b-12d3-a456-426614174000"]),
+        (
+            types.uuid4,
+            ["123e4567-e89b-42d3-a456-426614174000"],
+            ["123e4567-e89b-12d3-a456-426614174000"],
+        ),
     ],
     ids=repr,
 )
@@ -121,17 +133,23 @@ def test_a_term_is_a_regex(term: Any, valid: list[str], invalid: list[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "schema", [Person.model_json_schema(), json.dumps(Person.model_json_schema()), Person], ids=["dict", "str", "model"]
+    "schema",
+    [Person.model_json_schema(), json.dumps(Person.model_json_schema()), Person],
+    ids=["dict", "str", "model"],
 )
 def test_a_term_is_a_schema(schema: Any) -> None:
-    assert constraint_for(JsonSchema(schema)) == Constraint.json_schema(Person.model_json_schema())
+    assert constraint_for(JsonSchema(schema)) == Constraint.json_schema(
+        Person.model_json_schema()
+    )
     text = '{"name": "Ada", "color": "dark blue"}'
     assert parse_as(JsonSchema(schema), text) == {"name": "Ada", "color": "dark blue"}
 
 
 def test_the_whitespace_of_a_schema() -> None:
     term = JsonSchema({"type": "integer"}, whitespace_pattern=" ?")
-    assert constraint_for(term) == Constraint.json_schema({"type": "integer"}, whitespace=" ?")
+    assert constraint_for(term) == Constraint.json_schema(
+        {"type": "integer"}, whitespace=" ?"
+    )
     assert constraint_for(term, whitespace="").whitespace == ""
     with pytest.raises(InvalidConstraint, match="whitespace_pattern"):
         constraint_for(types.digit, whitespace="")
@@ -149,7 +167,10 @@ def test_a_term_is_a_grammar() -> None:
     [
         (types.digit + types.cfg('start: "a"'), "no regex"),
         (types.regex("(?i)a") + "b", "flags"),
-        (JsonSchema({"type": "array", "uniqueItems": True}) | "none", "within another term"),
+        (
+            JsonSchema({"type": "array", "uniqueItems": True}) | "none",
+            "within another term",
+        ),
         (JsonSchema({"$ref": "https://example.org/schema"}), "ref"),
     ],
 )

@@ -12,12 +12,23 @@ from guided.pools.options import NodePlacement, RayPoolOptions
 @pytest.mark.parametrize(
     ("text", "placement"),
     [
-        ("guided_mask", NodePlacement("guided_mask", "resource", "guided_mask", amount=1)),
-        ("guided_mask:0.5", NodePlacement("guided_mask:0.5", "resource", "guided_mask", amount=0.5)),
-        ("ray.io/group=masks", NodePlacement("ray.io/group=masks", "label", "ray.io/group", "masks")),
+        (
+            "guided_mask",
+            NodePlacement("guided_mask", "resource", "guided_mask", amount=1),
+        ),
+        (
+            "guided_mask:0.5",
+            NodePlacement("guided_mask:0.5", "resource", "guided_mask", amount=0.5),
+        ),
+        (
+            "ray.io/group=masks",
+            NodePlacement("ray.io/group=masks", "label", "ray.io/group", "masks"),
+        ),
     ],
 )
-def test_a_placement_names_a_resource_or_a_label(text: str, placement: NodePlacement) -> None:
+def test_a_placement_names_a_resource_or_a_label(
+    text: str, placement: NodePlacement
+) -> None:
     assert NodePlacement.parse(text) == placement
 
 

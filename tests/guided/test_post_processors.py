@@ -20,7 +20,8 @@ from guided.sequence import GuidedSequence
 
 
 class Own(LogitPostProcessor):
-    """A post-processor of an application's own: is late, fails or rejects when told, and notes what it frees."""
+    """A post-processor of an application's own: is late, fails or rejects when told,
+    and notes what it frees."""
 
     def __init__(self, rejects: bool = False) -> None:
         self.rejects = rejects
@@ -28,7 +29,9 @@ class Own(LogitPostProcessor):
         self.failed: dict[int, GuidedError] = {}
         self.freed: list[str] = []
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar] | None:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto"
+    ) -> Future[Grammar] | None:
         if self.rejects:
             raise UnsupportedConstraint("not with me")
         return None
@@ -46,7 +49,10 @@ class Own(LogitPostProcessor):
 def test_a_row_is_late_or_failed_if_it_is_so_in_one_member() -> None:
     own = Own()
     processors = PostProcessors(GuidedProcessor(InlinePool(LETTERS)), own)
-    assert processors.initialize("r", Constraint.choice(["ab"])).result(0).backend == "llguidance"
+    assert (
+        processors.initialize("r", Constraint.choice(["ab"])).result(0).backend
+        == "llguidance"
+    )
 
     def apply() -> ApplyReport:
         processors.prepare((GuidedSequence("r", 1, []),))

@@ -31,10 +31,18 @@ def write(root: Path, files: dict[str, str]) -> None:
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 8),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "10000 100000\n"}, 1),
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "300000 100000\n"}, 3),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/cpu.max": "300000 100000\n",
+            },
+            3,
+        ),
     ],
 )
-def test_the_quota_of_a_container_counts(eight_cpus: None, tmp_path: Path, files: dict[str, str], cpus: int) -> None:
+def test_the_quota_of_a_container_counts(
+    eight_cpus: None, tmp_path: Path, files: dict[str, str], cpus: int
+) -> None:
     write(tmp_path, files)
     assert available_cpus(tmp_path) == cpus
 
@@ -58,5 +66,7 @@ while (less := before - resident()) < {500 * pieces} and time.monotonic() < dead
     time.sleep(0.1)
 print(less)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) >= 500 * pieces

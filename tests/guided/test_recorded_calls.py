@@ -1,7 +1,9 @@
-"""Outputs of models as `canitoolcall` recorded them: 95 % of all, and 90 % of each family, are read as it expects.
+"""Outputs of models as `canitoolcall` recorded them: 95 % of all, and 90 % of each
+family, are read as it expects.
 
-The others are calls that no mask allows (a missing end of a parameter, arguments before the name), or `max_tokens` cut
-them: OpenAI's API has the part of a call that was written.
+The others are calls that no mask allows (a missing end of a parameter, arguments before
+the name), or `max_tokens` cut them: OpenAI's API has the part of a call that was
+written.
 """
 
 from __future__ import annotations
@@ -36,22 +38,47 @@ FORMATS = {
     "Qwen3-Coder": ("qwen_3_5", "think"),
     "Qwen3-": ("hermes", "think"),
 }
-"""Part of a model's name -> its formats of calls and of thoughts. The first one counts."""
+"""Part of a model's name -> its formats of calls and of thoughts. The first one
+counts."""
 
 
-def read(fixture: Any, prompt: str, formats: tuple[str, str], step: int) -> dict[str, Any]:
-    """Return what the parser reads of an output that grows by `step` characters each time."""
+def read(
+    fixture: Any, prompt: str, formats: tuple[str, str], step: int
+) -> dict[str, Any]:
+    """Return what the parser reads of an output that grows by `step` characters each
+    time."""
     tools, reasoning = tool_format(formats[0]), REASONING_FORMATS.get(formats[1])
     assert tools is not None
-    thinking = reasoning is not None and prompt.rstrip().endswith(reasoning.begin.rstrip())
-    if reasoning is not None and prompt.rstrip().endswith(reasoning.end) and not (reasoning.answer or reasoning.finish):
+    thinking = reasoning is not None and prompt.rstrip().endswith(
+        reasoning.begin.rstrip()
+    )
+    if (
+        reasoning is not None
+        and prompt.rstrip().endswith(reasoning.end)
+        and not (reasoning.answer or reasoning.finish)
+    ):
         reasoning = None
     described = [tool["function"] for tool in fixture.tools]
-    functions = [Function(each["name"], Constraint.json_schema(each.get("parameters") or {})) for each in described]
-    anywhere = Calls(tools, functions, required=False, parallel=True).anywhere(reasoning)
-    parser = OutputParser(reasoning, thinking=thinking, tools=tools, functions=functions, anywhere=anywhere)
+    functions = [
+        Function(each["name"], Constraint.json_schema(each.get("parameters") or {}))
+        for each in described
+    ]
+    anywhere = Calls(tools, functions, required=False, parallel=True).anywhere(
+        reasoning
+    )
+    parser = OutputParser(
+        reasoning,
+        thinking=thinking,
+        tools=tools,
+        functions=functions,
+        anywhere=anywhere,
+    )
     output = fixture.raw_output
-    pieces = [piece for end in range(step, len(output), step) for piece in parser.feed(output[:end], finished=False)]
+    pieces = [
+        piece
+        for end in range(step, len(output), step)
+        for piece in parser.feed(output[:end], finished=False)
+    ]
     texts: dict[str, str] = defaultdict(str)
     calls: list[list[str]] = []
     for piece in pieces + parser.feed(output, finished=True):
@@ -61,7 +88,11 @@ def read(fixture: Any, prompt: str, formats: tuple[str, str], step: int) -> dict
             calls[piece.index][1] += piece.text
         else:
             texts[piece.kind] += piece.text
-    return {"content": texts["text"].strip(), "reasoning": texts["reasoning"].strip(), "calls": calls}
+    return {
+        "content": texts["text"].strip(),
+        "reasoning": texts["reasoning"].strip(),
+        "calls": calls,
+    }
 
 
 def is_expected(found: dict[str, Any], expected: Any) -> bool:
@@ -69,7 +100,9 @@ def is_expected(found: dict[str, Any], expected: Any) -> bool:
         calls = [(name, json.loads(arguments)) for name, arguments in found["calls"]]
     except ValueError:
         return False
-    texts = [(text or "").strip() for text in (expected.content, expected.reasoning_content)]
+    texts = [
+        (text or "").strip() for text in (expected.content, expected.reasoning_content)
+    ]
     wanted = [(call.name, dict(call.arguments)) for call in expected.tool_calls]
     return [found["content"], found["reasoning"]] == texts and calls == wanted
 
@@ -80,12 +113,18 @@ def test_recorded_outputs_are_read_as_expected() -> None:
     counts: dict[str, list[bool]] = defaultdict(list)
     for fixture in recorded.load_fixtures():
         model = fixture.models[0]
-        formats = next((found for part, found in FORMATS.items() if part in model), None)
+        formats = next(
+            (found for part, found in FORMATS.items() if part in model), None
+        )
         if fixture.expected is None:
             continue
         assert formats is not None, model
         default = families[fixture.family].reference_for(model)
-        prompt = fixture.generation_prompt or (default and default.default_generation_prompt) or ""
+        prompt = (
+            fixture.generation_prompt
+            or (default and default.default_generation_prompt)
+            or ""
+        )
         whole = read(fixture, prompt, formats, len(fixture.raw_output) + 1)
         assert read(fixture, prompt, formats, 1) == whole, fixture.id
         counts[fixture.family].append(is_expected(whole, fixture.expected))

@@ -24,18 +24,50 @@ def parse_ecma(pattern: str) -> Node:
     return parse_search(f"^(?:{pattern})$")
 
 
-ATOMS = ["a", "b", "é", "日", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", ".", "[a-c]", "[^a]", r"[^\W\d]", r"[\]\-^&~]"]
-ATOMS += [r"\.", r"\x41", r"\u00e9", r"\n", "/", "-", r"[\s\S]", "(?i:k)", "(?i:[a-f]x)", "(?s:.)", '"']
+ATOMS = [
+    "a",
+    "b",
+    "é",
+    "日",
+    r"\d",
+    r"\w",
+    r"\s",
+    r"\D",
+    r"\W",
+    r"\S",
+    ".",
+    "[a-c]",
+    "[^a]",
+    r"[^\W\d]",
+    r"[\]\-^&~]",
+]
+ATOMS += [
+    r"\.",
+    r"\x41",
+    r"\u00e9",
+    r"\n",
+    "/",
+    "-",
+    r"[\s\S]",
+    "(?i:k)",
+    "(?i:[a-f]x)",
+    "(?s:.)",
+    '"',
+]
 
 patterns = st.recursive(
     st.sampled_from(ATOMS),
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map("".join),
-        st.lists(inner, min_size=1, max_size=3).map(lambda options: "(?:" + "|".join(options) + ")"),
-        st.lists(inner, min_size=1, max_size=2).map(lambda options: "(" + "|".join([*options, ""]) + ")"),
-        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{0,2}", "{1,}", "*?", "??"])).map(
-            lambda pair: f"(?:{pair[0]}){pair[1]}"
+        st.lists(inner, min_size=1, max_size=3).map(
+            lambda options: "(?:" + "|".join(options) + ")"
         ),
+        st.lists(inner, min_size=1, max_size=2).map(
+            lambda options: "(" + "|".join([*options, ""]) + ")"
+        ),
+        st.tuples(
+            inner, st.sampled_from(["*", "+", "?", "{2}", "{0,2}", "{1,}", "*?", "??"])
+        ).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
     ),
     max_leaves=6,
 )
@@ -45,22 +77,32 @@ texts = st.text(alphabet='abcxkKAé日\u0661 \n\t\x1c_.-]/"\u212a\u0301', max_si
 @given(patterns, texts)
 @settings(max_examples=100, deadline=None)
 def test_the_common_subset_matches_the_same_texts(pattern: str, text: str) -> None:
-    assert bool(re.fullmatch(canonical(pattern), text)) == bool(re.fullmatch(pattern, text))
+    assert bool(re.fullmatch(canonical(pattern), text)) == bool(
+        re.fullmatch(pattern, text)
+    )
 
 
-@given(st.sampled_from(["=", "!"]), patterns, st.sampled_from(["", "$"]), patterns, texts)
+@given(
+    st.sampled_from(["=", "!"]), patterns, st.sampled_from(["", "$"]), patterns, texts
+)
 @settings(max_examples=40, deadline=None)
-def test_lookaheads_at_the_beginning(sign: str, ahead: str, end: str, rest: str, text: str) -> None:
+def test_lookaheads_at_the_beginning(
+    sign: str, ahead: str, end: str, rest: str, text: str
+) -> None:
     pattern = f"(?{sign}{ahead}{end}){rest}"
     try:
         node = parse(pattern)
     except UnsupportedConstraint:  # too large, or nothing is left
         return
     for each in (text, text + "\n"):
-        assert bool(re.fullmatch(render(node), each)) == bool(re.fullmatch(pattern, each))
+        assert bool(re.fullmatch(render(node), each)) == bool(
+            re.fullmatch(pattern, each)
+        )
 
 
-@pytest.mark.parametrize("pattern", ["(?P<name>a)", "^a$", r"\Aa\Z", "(^a)$", "(?:^a$)", "(^|^)a", "(?m)^a$"])
+@pytest.mark.parametrize(
+    "pattern", ["(?P<name>a)", "^a$", r"\Aa\Z", "(^a)$", "(?:^a$)", "(^|^)a", "(?m)^a$"]
+)
 def test_anchors_at_the_ends_say_nothing(pattern: str) -> None:
     assert canonical(pattern) == "a"
 
@@ -82,16 +124,32 @@ def test_what_no_mask_can_follow_is_refused_by_name(pattern: str, named: str) ->
         canonical(pattern)
 
 
-@pytest.mark.parametrize("pattern", ["(", "[", "a{2,1}", "*", r"\q", r"[^\s\S]", "a{99999999999}", "(?a)(?u)x"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["(", "[", "a{2,1}", "*", r"\q", r"[^\s\S]", "a{99999999999}", "(?a)(?u)x"],
+)
 def test_a_malformed_pattern_is_the_users(pattern: str) -> None:
     with pytest.raises(InvalidConstraint) as caught:
         canonical(pattern)
     assert not isinstance(caught.value, UnsupportedConstraint)
 
 
-# The dialect: ECMA-262 with the spellings of Python and Rust. The oracle is the package `regex`.
+# The dialect: ECMA-262 with the spellings of Python and Rust. The oracle is the package
+# `regex`.
 
-_PROPERTIES = ["L", "Letter", "Lu", "Nd", "P", "Script=Greek", "Greek", "sc=Cyrl", "White_Space", "Alphabetic", "ASCII"]
+_PROPERTIES = [
+    "L",
+    "Letter",
+    "Lu",
+    "Nd",
+    "P",
+    "Script=Greek",
+    "Greek",
+    "sc=Cyrl",
+    "White_Space",
+    "Alphabetic",
+    "ASCII",
+]
 ecma_atoms = st.one_of(
     st.sampled_from(["a", "[a-f]", r"\d", r"\w", "(?<x>b)", r"\/", "é", r"[\w.-]"]),
     st.sampled_from(_PROPERTIES).map(lambda name: rf"\p{{{name}}}"),
@@ -102,13 +160,21 @@ ecma_atoms = st.one_of(
 ecma_texts = st.text(alphabet="abxYéÄ\u03b1Ω\u0436Ж1\u0663.-_/ \u00a0日😀", max_size=5)
 
 
-@given(st.lists(ecma_atoms, min_size=1, max_size=3), st.sampled_from(["", "+", "*", "?"]), ecma_texts)
+@given(
+    st.lists(ecma_atoms, min_size=1, max_size=3),
+    st.sampled_from(["", "+", "*", "?"]),
+    ecma_texts,
+)
 @settings(max_examples=40, deadline=None)
 def test_properties_and_named_groups(atoms: list[str], count: str, text: str) -> None:
     atoms = [atom.replace("<x>", f"<x{index}>") for index, atom in enumerate(atoms)]
     pattern = "".join(atoms) + count
     # In a schema's pattern \d and \w are ASCII.
-    ascii_only = pattern.replace(r"\d", "[0-9]").replace(r"[\w.-]", "[a-zA-Z0-9_.-]").replace(r"\w", "[a-zA-Z0-9_]")
+    ascii_only = (
+        pattern.replace(r"\d", "[0-9]")
+        .replace(r"[\w.-]", "[a-zA-Z0-9_.-]")
+        .replace(r"\w", "[a-zA-Z0-9_]")
+    )
     expected = bool(unicode_regex.fullmatch(ascii_only, text))
     assert bool(re.fullmatch(render(parse_ecma(pattern)), text)) == expected
 
@@ -116,7 +182,11 @@ def test_properties_and_named_groups(atoms: list[str], count: str, text: str) ->
 @pytest.mark.parametrize(
     ("pattern", "texts", "others"),
     [
-        (r"\pL+", ["aé日"], ["1", "", "\ua7cb"]),  # a letter since Unicode 16: Python and jsonschema-rs know older ones
+        (
+            r"\pL+",
+            ["aé日"],
+            ["1", "", "\ua7cb"],
+        ),  # a letter since Unicode 16: Python and jsonschema-rs know older ones
         (r"\u{41}\x{1F600}", ["A😀"], ["u"]),
         (r"\ud83d\ude00", ["😀"], []),
         (r"[\ud83d\ude00-\u{1F64F}]", ["😀", "😁"], ["\ud83d"]),
@@ -126,7 +196,9 @@ def test_properties_and_named_groups(atoms: list[str], count: str, text: str) ->
         (r"^[\u0000-\u001f]$", ["\x00", "\x1f"], ['"', "\\", " "]),
     ],
 )
-def test_spellings_of_other_dialects(pattern: str, texts: list[str], others: list[str]) -> None:
+def test_spellings_of_other_dialects(
+    pattern: str, texts: list[str], others: list[str]
+) -> None:
     matches = re.compile(render(parse_ecma(pattern))).fullmatch
     assert all(matches(text) for text in texts)
     assert not any(matches(text) for text in others)
@@ -148,7 +220,9 @@ def test_what_dialects_read_differently_is_refused(pattern: str, named: str) -> 
             read(pattern)
 
 
-@pytest.mark.parametrize("pattern", [r"\p{Nonsense}", r"\p{}", r"\u{110000}", r"\p{L", r"[z-\p{L}]"])
+@pytest.mark.parametrize(
+    "pattern", [r"\p{Nonsense}", r"\p{}", r"\u{110000}", r"\p{L", r"[z-\p{L}]"]
+)
 def test_properties_and_code_points_that_do_not_exist(pattern: str) -> None:
     with pytest.raises(InvalidConstraint) as caught:
         parse_ecma(pattern)

@@ -35,13 +35,25 @@ LONG = "".join(TEXTS) + "ab" * 5000 + "=" * 3000 + "日本" * 300
 
 
 def sentencepiece_style(mistral_data: Path) -> Tokenizer:
-    """The 32,000 SentencePiece pieces as a Hugging Face tokenizer with the layout of Llama's."""
-    model = sentencepiece.SentencePieceProcessor(model_file=str(mistral_data / "tokenizer.model.v1"))
-    pieces = [(model.IdToPiece(i), model.GetScore(i)) for i in range(model.vocab_size())]
+    """The 32,000 SentencePiece pieces as a Hugging Face tokenizer with the layout of
+    Llama's."""
+    model = sentencepiece.SentencePieceProcessor(
+        model_file=str(mistral_data / "tokenizer.model.v1")
+    )
+    pieces = [
+        (model.IdToPiece(i), model.GetScore(i)) for i in range(model.vocab_size())
+    ]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
@@ -71,8 +83,15 @@ def test_tekken(mistral_data: Path) -> None:
         assert vocabulary.decode(ids) == text.encode()
         assert vocabulary.encode(text) == ids
     copy = Vocabulary.from_bytes(vocabulary.to_bytes())
-    assert copy.encode(LONG) == vocabulary.encode(LONG) == reference.encode(LONG, bos=False, eos=False)
-    assert all(vocabulary.token_bytes[token] == reference.id_to_byte_piece(token) for token in range(0, 131_072, 97))
+    assert (
+        copy.encode(LONG)
+        == vocabulary.encode(LONG)
+        == reference.encode(LONG, bos=False, eos=False)
+    )
+    assert all(
+        vocabulary.token_bytes[token] == reference.id_to_byte_piece(token)
+        for token in range(0, 131_072, 97)
+    )
     assert reference.eos_id in vocabulary.stop_token_ids
 
 
@@ -89,13 +108,22 @@ def test_sentencepiece_as_hugging_face_has_it(mistral_data: Path) -> None:
     assert 0 in vocabulary.special_token_ids  # <unk>
 
 
-def test_added_tokens_that_are_not_special_are_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_added_tokens_that_are_not_special_are_text(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     copy = Tokenizer.from_str(tiny_tokenizer.backend_tokenizer.to_str())
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=copy, eos_token="<|end|>")
-    tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False), AddedToken("naïve 日本", normalized=False)])
+    tokenizer.add_tokens(
+        [
+            AddedToken("<tool_call>", normalized=False),
+            AddedToken("naïve 日本", normalized=False),
+        ]
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     vocabulary = Vocabulary.from_tokenizer(tokenizer)
-    call, phrase, extra = tokenizer.convert_tokens_to_ids(["<tool_call>", "naïve 日本", "<|extra|>"])
+    call, phrase, extra = tokenizer.convert_tokens_to_ids(
+        ["<tool_call>", "naïve 日本", "<|extra|>"]
+    )
     assert vocabulary.token_bytes[call] == b"<tool_call>"
     assert vocabulary.token_bytes[phrase] == "naïve 日本".encode()
     assert {call, phrase} <= set(vocabulary.text_token_ids)
@@ -106,7 +134,9 @@ def test_added_tokens_that_are_not_special_are_text(tiny_tokenizer: PreTrainedTo
         assert tokenizer.decode([token]).encode() == vocabulary.token_bytes[token]
 
 
-def test_special_tokens_are_never_permitted(tiny_tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary) -> None:
+def test_special_tokens_are_never_permitted(
+    tiny_tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
+) -> None:
     special = set(tiny_tokenizer.all_special_ids)
     assert special == vocabulary.special_token_ids
     assert not special.intersection(vocabulary.text_token_ids)
@@ -127,25 +157,38 @@ def test_stop_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
         Vocabulary.from_tokenizer(tiny_tokenizer, stop_token_ids=[9999])
 
 
-def test_a_head_narrower_than_the_tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_head_narrower_than_the_tokenizer(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     vocabulary = Vocabulary.from_tokenizer(tiny_tokenizer, padded_vocab_size=500)
     assert vocabulary.vocab_size == len(tiny_tokenizer)
     assert max(vocabulary.text_token_ids) < 500
     assert max(vocabulary.encode(" ".join(TEXTS[:1]))) < 500
 
 
-def test_tokenizers_without_token_bytes_are_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    wordpiece = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+def test_tokenizers_without_token_bytes_are_refused(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    wordpiece = Tokenizer(
+        models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]")
+    )
     wordpiece.decoder = decoders.WordPiece()
     undecoded = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    refused: list[tuple[Any, str]] = [(wordpiece, "WordPiece"), (undecoded, "None"), (object(), "object")]
+    refused: list[tuple[Any, str]] = [
+        (wordpiece, "WordPiece"),
+        (undecoded, "None"),
+        (object(), "object"),
+    ]
     for tokenizer, named in refused:
         with pytest.raises(InvalidRequest, match=named):
             Vocabulary.from_tokenizer(tokenizer, stop_token_ids=[0])
 
 
 def test_travels(vocabulary: Vocabulary) -> None:
-    for copy in (Vocabulary.from_bytes(vocabulary.to_bytes()), pickle.loads(pickle.dumps(vocabulary))):
+    for copy in (
+        Vocabulary.from_bytes(vocabulary.to_bytes()),
+        pickle.loads(pickle.dumps(vocabulary)),
+    ):
         assert copy == vocabulary
         assert hash(copy) == hash(vocabulary)
         assert copy.fingerprint == vocabulary.fingerprint
@@ -156,5 +199,10 @@ def test_travels(vocabulary: Vocabulary) -> None:
 def test_the_fingerprint_is_the_same_in_every_process(vocabulary: Vocabulary) -> None:
     program = "import sys; from guided.vocabulary import Vocabulary as V;"
     program += "print(V.from_bytes(sys.stdin.buffer.read()).fingerprint)"
-    done = subprocess.run([sys.executable, "-c", program], input=vocabulary.to_bytes(), capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=vocabulary.to_bytes(),
+        capture_output=True,
+        check=True,
+    )
     assert done.stdout.decode().strip() == vocabulary.fingerprint

@@ -47,7 +47,9 @@ def test_the_stop_token_is_allowed_where_the_matcher_accepts() -> None:
 
 
 def test_special_and_padding_tokens_are_never_allowed() -> None:
-    assert Filled(ScriptedGrammar([[1, token] for token in (2, 21, 25, 39)])).mask(1) == [2]
+    assert Filled(ScriptedGrammar([[1, token] for token in (2, 21, 25, 39)])).mask(
+        1
+    ) == [2]
 
 
 def test_a_row_without_any_token_is_a_dead_end() -> None:
@@ -59,8 +61,12 @@ class Panic(BaseException):
     """Like pyo3's PanicException: no `Exception`."""
 
 
-@pytest.mark.parametrize("failure", [ValueError("the library raised"), Panic("the library panicked")])
-def test_a_library_that_raises_ends_its_slot_and_no_other(failure: BaseException) -> None:
+@pytest.mark.parametrize(
+    "failure", [ValueError("the library raised"), Panic("the library panicked")]
+)
+def test_a_library_that_raises_ends_its_slot_and_no_other(
+    failure: BaseException,
+) -> None:
     filled = Filled(ScriptedGrammar(SENTENCES, fail_at=2, failure=failure))
     filled.worker.open(1, filled.grammar)
     error = filled.worker.fill(1, [1, 2], filled.bitmask[0])
@@ -77,7 +83,10 @@ def test_after_any_edits_the_mask_is_that_of_the_output(data: st.DataObject) -> 
     for _ in range(data.draw(st.integers(1, 8))):
         sentence = data.draw(st.sampled_from(SENTENCES))
         output = sentence[: data.draw(st.integers(0, len(sentence)))]
-        common = next((i for i, (a, b) in enumerate(zip(known, output, strict=False)) if a != b), len(known))
+        common = next(
+            (i for i, (a, b) in enumerate(zip(known, output, strict=False)) if a != b),
+            len(known),
+        )
         start = data.draw(st.integers(0, min(common, len(known), len(output))))
         if start < len(known) or data.draw(st.booleans()):
             middle = data.draw(st.integers(start, len(output)))
@@ -89,7 +98,11 @@ def test_after_any_edits_the_mask_is_that_of_the_output(data: st.DataObject) -> 
         assert filled.worker.length(SLOT) == len(known)
         allowed = filled.mask(*output[len(known) :])
         known = output
-        following = {s[len(output)] for s in SENTENCES if s[: len(output)] == output and len(s) > len(output)}
+        following = {
+            s[len(output)]
+            for s in SENTENCES
+            if s[: len(output)] == output and len(s) > len(output)
+        }
         assert allowed == sorted(following | ({STOP} if output in SENTENCES else set()))
 
 

@@ -45,7 +45,8 @@ _ids = count(1)
 
 
 class Driver:
-    """Opens sequences of a pool, and takes steps. A row's outcome is its mask, as text, or what became of it."""
+    """Opens sequences of a pool, and takes steps. A row's outcome is its mask, as text,
+    or what became of it."""
 
     def __init__(self, pool: MaskPool) -> None:
         self.pool = pool
@@ -55,11 +56,21 @@ class Driver:
         self.vetoes: dict[int, VetoReport] = {}
         """By sequence: what the last step has taken back."""
 
-    def compile(self, constraint: Constraint, backends: Sequence[str] = LLGUIDANCE) -> Grammar:
+    def compile(
+        self, constraint: Constraint, backends: Sequence[str] = LLGUIDANCE
+    ) -> Grammar:
         return self.pool.compile(constraint, backends).result(WAIT)
 
-    def open(self, grammar: Grammar, text: str = "", budget: int | None = None, final: int | None = None) -> int:
-        sequence = GuidedSequence("request", next(_ids), tokens(text), budget=budget, final=final)
+    def open(
+        self,
+        grammar: Grammar,
+        text: str = "",
+        budget: int | None = None,
+        final: int | None = None,
+    ) -> int:
+        sequence = GuidedSequence(
+            "request", next(_ids), tokens(text), budget=budget, final=final
+        )
         self.sequences[sequence.sequence_id] = sequence
         self.pool.open(sequence, grammar)
         return sequence.sequence_id
@@ -77,7 +88,10 @@ class Driver:
         assert not found.late
         copy_masks(found, self.bitmask)
         self.vetoes = {sequence_ids[row]: veto for row, veto in found.vetoes.items()}
-        return [found.failed.get(row) or allowed(self.bitmask[row]) for row in range(len(sequence_ids))]
+        return [
+            found.failed.get(row) or allowed(self.bitmask[row])
+            for row in range(len(sequence_ids))
+        ]
 
     def mask(self, sequence_id: int, text: str) -> str:
         """The mask after the output `text`."""
@@ -94,17 +108,30 @@ def driver(pool: MaskPool) -> Driver:
 
 def test_masks_follow_the_tokens(driver: Driver) -> None:
     grammar = driver.compile(Constraint.regex("ab+c"))
-    assert (grammar.backend, grammar.constraint) == ("llguidance", Constraint.regex("ab+c"))
+    assert (grammar.backend, grammar.constraint) == (
+        "llguidance",
+        Constraint.regex("ab+c"),
+    )
     sequence = driver.open(grammar)
-    masks = {"": "a", "a": "b", "ab": "bc", "abbbc": "."}  # also after many tokens at once
+    masks = {
+        "": "a",
+        "a": "b",
+        "ab": "bc",
+        "abbbc": ".",
+    }  # also after many tokens at once
     assert {text: driver.mask(sequence, text) for text in masks} == masks
     driver.sequences[sequence].output_token_ids = [*tokens("abbbc"), STOP]
     assert driver.step(sequence) == ["."]
-    assert driver.step(driver.open(grammar, "a" + 100 * "b")) == ["bc"], "opened in the middle"
+    assert driver.step(driver.open(grammar, "a" + 100 * "b")) == ["bc"], (
+        "opened in the middle"
+    )
 
 
 def test_a_step_of_many_rows_keeps_their_order(driver: Driver) -> None:
-    grammars = [driver.compile(Constraint.choice([f"{letter}x", f"{letter}y"])) for letter in "abcdefgh"]
+    grammars = [
+        driver.compile(Constraint.choice([f"{letter}x", f"{letter}y"]))
+        for letter in "abcdefgh"
+    ]
     sequences = [driver.open(grammars[index % 8]) for index in range(64)]
     assert driver.step(*sequences) == list("abcdefgh") * 8
     for index, sequence in enumerate(sequences):
@@ -122,7 +149,10 @@ def test_the_same_tuple_can_be_submitted_again(driver: Driver) -> None:
         expected = "abc"[position % 3] + ("d" if position % 3 == 0 else "")
         assert [allowed(row) for row in driver.bitmask[:9]] == [expected] * 9
         for sequence in batch:
-            sequence.output_token_ids = [*sequence.output_token_ids, *tokens("abc"[position % 3])]
+            sequence.output_token_ids = [
+                *sequence.output_token_ids,
+                *tokens("abc"[position % 3]),
+            ]
         if position == 5:
             driver.pool.free([driver.open(grammar), 10**9])
         if position == 8:  # a step of others between
@@ -131,7 +161,13 @@ def test_the_same_tuple_can_be_submitted_again(driver: Driver) -> None:
 
 def test_outputs_that_are_repeated_shorter_or_rolled_back(driver: Driver) -> None:
     sequence = driver.open(driver.compile(Constraint.regex("(ab|cd)*e")))
-    for text, mask in (("ab", "ace"), ("ab", "ace"), ("abc", "d"), ("", "ace"), ("abc", "d")):
+    for text, mask in (
+        ("ab", "ace"),
+        ("ab", "ace"),
+        ("abc", "d"),
+        ("", "ace"),
+        ("abc", "d"),
+    ):
         assert driver.mask(sequence, text) == mask
     driver.pool.rollback(sequence, 2)
     assert driver.mask(sequence, "aba") == "b"
@@ -154,7 +190,9 @@ def test_freed_sequences_are_gone_and_the_others_stay(driver: Driver) -> None:
     assert driver.mask(kept, "ab") == "bc"
     driver.pool.free([kept])
     driver.step()
-    assert sum(worker.open_sequences for worker in driver.pool.status().workers) <= before
+    assert (
+        sum(worker.open_sequences for worker in driver.pool.status().workers) <= before
+    )
 
 
 def test_a_token_that_is_not_allowed_ends_its_row_and_no_other(driver: Driver) -> None:
@@ -183,7 +221,12 @@ def test_equal_constraints_share_one_grammar(driver: Driver) -> None:
     [
         (lambda: Constraint.regex("a(b"), InvalidConstraint),
         (lambda: Constraint.grammar("start: undefined_rule"), InvalidConstraint),
-        (lambda: Constraint.json_schema({"contains": {"type": "null"}}, strict_schema=True), UnsupportedConstraint),
+        (
+            lambda: Constraint.json_schema(
+                {"contains": {"type": "null"}}, strict_schema=True
+            ),
+            UnsupportedConstraint,
+        ),
     ],
 )
 def test_what_cant_be_compiled_says_so(
@@ -197,7 +240,9 @@ def test_what_cant_be_compiled_says_so(
 
 
 def test_the_next_backend_is_tried_where_the_first_refuses(driver: Driver) -> None:
-    constraint = Constraint.json_schema({"type": "array", "items": {"$ref": "#"}}, strict_schema=True)
+    constraint = Constraint.json_schema(
+        {"type": "array", "items": {"$ref": "#"}}, strict_schema=True
+    )
     with pytest.raises(UnsupportedConstraint, match="no schema completely"):
         driver.compile(constraint, ("outlines",))
     grammar = driver.compile(constraint, ("outlines", "llguidance"))
@@ -224,9 +269,19 @@ def test_a_budget_restricts_masks_or_is_refused(driver: Driver) -> None:
     grammar = driver.compile(Constraint.regex("(a{20}|b+)c"))
     sequence, free = driver.open(grammar, budget=5), driver.open(grammar)
     assert driver.step(sequence, free) == ["b", "ab"]
-    assert (driver.sequences[sequence].steered, driver.sequences[free].steered) == (True, False)
-    assert [driver.mask(sequence, "bbbc"[:length]) for length in (1, 2, 3, 4)] == ["bc", "bc", "c", "."]
-    (refusal,) = driver.step(driver.open(driver.compile(Constraint.regex("a{20}")), budget=20))
+    assert (driver.sequences[sequence].steered, driver.sequences[free].steered) == (
+        True,
+        False,
+    )
+    assert [driver.mask(sequence, "bbbc"[:length]) for length in (1, 2, 3, 4)] == [
+        "bc",
+        "bc",
+        "c",
+        ".",
+    ]
+    (refusal,) = driver.step(
+        driver.open(driver.compile(Constraint.regex("a{20}")), budget=20)
+    )
     assert isinstance(refusal, InvalidRequest)
     assert refusal.param == "max_tokens"
     assert "at least 21" in str(refusal)

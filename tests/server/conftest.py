@@ -1,4 +1,5 @@
-"""Two kinds of servers: the application in this process (fast, any settings), and a real server process."""
+"""Two kinds of servers: the application in this process (fast, any settings), and a
+real server process."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ from engine.server.options import ServerSettings
 
 @pytest.fixture(autouse=True)
 def own_log_handlers() -> Iterator[None]:
-    """Undo what `guided serve` in this process does to the loggers: its handler keeps a stream that the test closes."""
+    """Undo what `guided serve` in this process does to the loggers: its handler keeps a
+    stream that the test closes."""
     loggers = [logging.getLogger(name) for name in ("guided", "actors", "engine")]
-    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    before = [
+        (logger.handlers[:], logger.level, logger.propagate) for logger in loggers
+    ]
     yield
     for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
         logger.handlers[:], logger.propagate = handlers, propagate
@@ -32,14 +36,17 @@ def own_log_handlers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_llama_dir: Path) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(str(tiny_llama_dir), "inline", EngineConfig(max_num_seqs=8), dtype="float32")
+    engine = AsyncLLM(
+        str(tiny_llama_dir), "inline", EngineConfig(max_num_seqs=8), dtype="float32"
+    )
     yield engine
     engine.shutdown()
 
 
 @pytest.fixture
 def client_with(tiny_engine: AsyncLLM) -> Iterator[Callable[..., TestClient]]:
-    """Make a client of an application with the given settings, around one real engine."""
+    """Make a client of an application with the given settings, around one real
+    engine."""
     with contextlib.ExitStack() as stack:
 
         def make(**settings: Any) -> TestClient:
@@ -62,7 +69,9 @@ def hermes(client_with: Callable[..., TestClient]) -> TestClient:
 
 @pytest.fixture
 def thinking(
-    client_with: Callable[..., TestClient], tiny_engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+    client_with: Callable[..., TestClient],
+    tiny_engine: AsyncLLM,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[str], TestClient]:
     """Make a client of a model with a chat template that ends in a given way."""
 
@@ -76,11 +85,14 @@ def thinking(
 
 @pytest.fixture
 def failing(tiny_engine: AsyncLLM) -> Iterator[TestClient]:
-    """A client of an application in which the fourth mask fails, after the first tokens have reached their request."""
+    """A client of an application in which the fourth mask fails, after the first tokens
+    have reached their request."""
     pool = FaultyPool(tiny_engine.model.vocabulary)
     pool.fails = lambda sequence_id, position: position >= 3
     engine = AsyncLLM(tiny_engine.model, pool, EngineConfig(max_num_seqs=8))
-    with TestClient(create_app(engine, ServerSettings()), raise_server_exceptions=False) as client:
+    with TestClient(
+        create_app(engine, ServerSettings()), raise_server_exceptions=False
+    ) as client:
         yield client
     engine.shutdown()
 

@@ -21,7 +21,9 @@ from guided.limits import CompileLimits
 from guided.pools.options import RayPoolOptions
 
 
-def run(*arguments: str, given: str | None = None, columns: str = "120") -> tuple[int, str]:
+def run(
+    *arguments: str, given: str | None = None, columns: str = "120"
+) -> tuple[int, str]:
     environment = {"TERMINAL_WIDTH": columns, "COLUMNS": columns}
     result = CliRunner().invoke(app, list(arguments), input=given, env=environment)
     assert result.exception is None or isinstance(result.exception, SystemExit)
@@ -31,7 +33,14 @@ def run(*arguments: str, given: str | None = None, columns: str = "120") -> tupl
 def test_help_names_every_option_with_its_default() -> None:
     code, text = run("serve", "--help")
     assert code == 0
-    for option in ("--ray-address", "--max-num-seqs", "--device", "GUIDED_API_KEY", "127.0.0.1", "8000"):
+    for option in (
+        "--ray-address",
+        "--max-num-seqs",
+        "--device",
+        "GUIDED_API_KEY",
+        "127.0.0.1",
+        "8000",
+    ):
         assert option in text
     assert len(text.splitlines()) <= 120
     assert "serve" in run("--help")[1]
@@ -43,19 +52,27 @@ def test_help_names_every_option_with_its_default() -> None:
     [
         (["--help"], 0, ["torch", "ray", "transformers", "fastapi"]),
         (["serve", "--port=0", "--backend=nosuch"], 1, ["transformers", "ray"]),
-        (["serve", "--port=0", "--logits-processors=json:loads"], 1, ["transformers", "ray"]),
+        (
+            ["serve", "--port=0", "--logits-processors=json:loads"],
+            1,
+            ["transformers", "ray"],
+        ),
         (["check", "nosuch.json"], 2, ["llguidance", "torch"]),
         (["top", "--help"], 0, ["httpx", "prometheus_client"]),
     ],
 )
-def test_wrong_calls_are_noticed_before_anything_slow(arguments: list[str], status: int, unused: list[str]) -> None:
+def test_wrong_calls_are_noticed_before_anything_slow(
+    arguments: list[str], status: int, unused: list[str]
+) -> None:
     code = (
         f"import sys; sys.argv = ['guided', *{arguments!r}]\n"
         "from engine.server.cli import main\n"
         "try: main()\n"
         f"except SystemExit as end: print(end.code, sorted(set({unused!r}) & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip().splitlines()[-1] == f"{status} []", done.stderr
 
 
@@ -65,11 +82,19 @@ def test_wrong_calls_are_noticed_before_anything_slow(arguments: list[str], stat
         (("./nonesuch",), "nonesuch"),
         (("--backend", "nonesuch"), "llguidance"),
         (("--chat-template", "nonesuch"), "nonesuch"),
-        (("nosuchmodel",), "there is no local directory or GGUF file 'nosuchmodel', and no such model from the hub"),
-        (("--placement", "pool=masks"), "placement pool=masks needs a cluster: name it with --ray-address"),
+        (
+            ("nosuchmodel",),
+            "there is no local directory or GGUF file 'nosuchmodel', and no such model from the hub",
+        ),
+        (
+            ("--placement", "pool=masks"),
+            "placement pool=masks needs a cluster: name it with --ray-address",
+        ),
     ],
 )
-def test_what_cant_be_served(arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cant_be_served(
+    arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code, text = run("serve", "--port", "0", "--pool", "inline", *arguments)
     assert code == 1
@@ -88,7 +113,11 @@ def test_short_help_is_not_cut() -> None:
     ("missing", "command", "says"),
     [
         ("uvicorn", "serve --port 0", "pip install '.[server]' in a checkout"),
-        ("ray", "serve --port 0 --pool ray", "pip install '.[server,ray]' in a checkout"),
+        (
+            "ray",
+            "serve --port 0 --pool ray",
+            "pip install '.[server,ray]' in a checkout",
+        ),
         ("prometheus_client", "top --once", "pip install '.[server]' in a checkout"),
     ],
 )
@@ -97,9 +126,15 @@ def test_what_is_not_installed_is_named(missing: str, command: str, says: str) -
         f"import sys; sys.argv = ['guided', *{command.split()!r}]; sys.modules[{missing!r}] = None\n"
         "from engine.server.cli import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith(f"guided {command.split()[0]}:")]
+    (line,) = [
+        line
+        for line in done.stderr.splitlines()
+        if line.startswith(f"guided {command.split()[0]}:")
+    ]
     assert missing in line
     assert says in line
 
@@ -115,7 +150,11 @@ def test_serve_without_ray_has_an_inline_pool(
 
     monkeypatch.setattr(base_llm, "find_spec", lambda name: None)
     monkeypatch.setattr(process, "AsyncLLM", start)
-    for options in (ServeOptions(), ServeOptions(ray=RayPoolOptions(address="auto")), ServeOptions(pool="ray")):
+    for options in (
+        ServeOptions(),
+        ServeOptions(ray=RayPoolOptions(address="auto")),
+        ServeOptions(pool="ray"),
+    ):
         with caplog.at_level("WARNING"), pytest.raises(OSError, match="not started"):
             process.start_engine(options)
     assert pools == ["inline", "ray", "ray"]
@@ -129,25 +168,63 @@ def test_a_taken_port() -> None:
     assert (code, f"can't listen on 127.0.0.1 port {port}" in text) == (1, True)
 
 
-def test_a_file_has_options_that_the_command_line_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_has_options_that_the_command_line_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[ServeOptions] = []
-    monkeypatch.setattr(process, "serve", lambda options, listener: given.append(options))
+    monkeypatch.setattr(
+        process, "serve", lambda options, listener: given.append(options)
+    )
     file = tmp_path / "guided.yaml"
     file.write_text(
         "model: null\nport: 0\nmax-num-seqs: 7\nkv_cache_mib: 9\nallowed_hosts: [a, b]\nenable_prefix_caching: no\n"
         "actor-memory-mib: 700\nmask-limit: 4\nplacement: spread\n"
     )
-    others = ("--num-actors", "5", "--compile-seconds", "2", "--dtype", "float32", "--post-processor", "logging:Logger")
-    assert run("serve", "--config", str(file), "--max-num-seqs", "8", *others) == (0, "")
-    engine = EngineConfig(max_num_seqs=8, kv_cache_bytes=9 << 20, enable_prefix_caching=False)
+    others = (
+        "--num-actors",
+        "5",
+        "--compile-seconds",
+        "2",
+        "--dtype",
+        "float32",
+        "--post-processor",
+        "logging:Logger",
+    )
+    assert run("serve", "--config", str(file), "--max-num-seqs", "8", *others) == (
+        0,
+        "",
+    )
+    engine = EngineConfig(
+        max_num_seqs=8, kv_cache_bytes=9 << 20, enable_prefix_caching=False
+    )
     limits = CompileLimits(seconds=2.0)
     pool = RayPoolOptions(
-        num_actors=5, placement="spread", actor_memory_bytes=700 << 20, mask_limit=4.0, compile_limits=limits
+        num_actors=5,
+        placement="spread",
+        actor_memory_bytes=700 << 20,
+        mask_limit=4.0,
+        compile_limits=limits,
     )
-    server, load = ServerSettings(allowed_hosts=("a", "b")), LoadOptions(dtype="float32")
+    server, load = (
+        ServerSettings(allowed_hosts=("a", "b")),
+        LoadOptions(dtype="float32"),
+    )
     processor = "logging:Logger"
-    assert given == [ServeOptions(port=0, engine=engine, ray=pool, server=server, load=load, post_processor=processor)]
-    for text, says in (("prot: 1", "there is no option prot"), ("port: x", "--port"), ("- a", "'option: value'")):
+    assert given == [
+        ServeOptions(
+            port=0,
+            engine=engine,
+            ray=pool,
+            server=server,
+            load=load,
+            post_processor=processor,
+        )
+    ]
+    for text, says in (
+        ("prot: 1", "there is no option prot"),
+        ("port: x", "--port"),
+        ("- a", "'option: value'"),
+    ):
         file.write_text(text)
         code, printed = run("serve", "--config", str(file))
         assert code == 2
@@ -162,7 +239,9 @@ def test_a_file_has_options_that_the_command_line_replaces(tmp_path: Path, monke
         ("--dtype", "float3", "dtype is 'float3'; it must be one of auto, float32"),
     ],
 )
-def test_what_is_out_of_range_is_a_usage_error(option: str, value: str, says: str) -> None:
+def test_what_is_out_of_range_is_a_usage_error(
+    option: str, value: str, says: str
+) -> None:
     code, text = run("serve", option, value)
     assert code == 2
     assert f"Invalid value: {says}" in " ".join(text.replace("│", " ").split())
@@ -195,12 +274,17 @@ def test_check_has_a_status_and_reports(tmp_path: Path) -> None:
     reports = [json.loads(line) for line in text.splitlines()]
     assert (code, [report["accepted"] for report in reports]) == (1, [True, False])
     assert "lookaround" in reports[1]["error"]
-    unread = [str(tmp_path / name) for name in ("bytes.json", "nosuch.json", "bad.yaml")]
+    unread = [
+        str(tmp_path / name) for name in ("bytes.json", "nosuch.json", "bad.yaml")
+    ]
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe{}")
     (tmp_path / "bad.yaml").write_text("a: [1")
     code, text = run("check", unread[0], good, *unread[1:], schema)
     assert (code, text.count(": accepted")) == (2, 2)
     assert [f"{file}: can't be read: " in text for file in unread] == [True] * 3
-    assert [json.loads(line)["name"] for line in run("check", *unread, "--json")[1].splitlines()] == unread
+    assert [
+        json.loads(line)["name"]
+        for line in run("check", *unread, "--json")[1].splitlines()
+    ] == unread
     code, text = run("check", "-", given='root ::= "a"\n')
     assert (code, "accepted (GBNF grammar)" in text) == (0, True)

@@ -1,4 +1,5 @@
-"""The command line and the Ray Serve application take the same options, with the same default values."""
+"""The command line and the Ray Serve application take the same options, with the same
+default values."""
 
 from __future__ import annotations
 
@@ -19,19 +20,32 @@ def test_the_command_line_has_every_option_with_its_default() -> None:
     parameters.pop("config")
     assert parameters.keys() == {option.name for option in OPTIONS}
     assert len(parameters) == len(OPTIONS) <= 45
-    assert ServeOptions.from_flat({name: one.default for name, one in parameters.items()}) == ServeOptions()
+    assert (
+        ServeOptions.from_flat({name: one.default for name, one in parameters.items()})
+        == ServeOptions()
+    )
 
 
 def test_ray_serve_has_every_option_but_those_it_sets_itself() -> None:
     own = {"host", "port", "api_key", "ray_address"}
     assert {option.name for option in OPTIONS if option.process_only} == own
-    assert Arguments.model_fields.keys() == {option.name for option in OPTIONS} - own | RESOURCES.keys()
-    assert ServeOptions.from_flat(Arguments.model_validate({}).model_dump(exclude=set(RESOURCES))) == ServeOptions()
+    assert (
+        Arguments.model_fields.keys()
+        == {option.name for option in OPTIONS} - own | RESOURCES.keys()
+    )
+    assert (
+        ServeOptions.from_flat(
+            Arguments.model_validate({}).model_dump(exclude=set(RESOURCES))
+        )
+        == ServeOptions()
+    )
     with pytest.raises(ValidationError, match="api_key"):
         Arguments.model_validate({"api_key": "secret"})
 
 
-def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "keys"
     file.write_text("one\ntwo, three\n")
     monkeypatch.setenv("GUIDED_API_KEY", "four")

@@ -1,4 +1,5 @@
-"""The playground: the page, its headers, and how it works in a browser (Debian's chromium with playwright)."""
+"""The playground: the page, its headers, and how it works in a browser (Debian's
+chromium with playwright)."""
 
 from __future__ import annotations
 
@@ -26,26 +27,42 @@ if TYPE_CHECKING:
 def test_its_policy_allows_its_own_script_and_style_only(client: TestClient) -> None:
     answer = client.get("/")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    policy = dict(
+        part.split(" ", 1)
+        for part in answer.headers["content-security-policy"].split("; ")
+    )
     for tag in ("script", "style"):
         [content] = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
     assert policy["connect-src"] == "'self'"
-    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert (
+        policy["default-src"]
+        == policy["frame-ancestors"]
+        == policy["base-uri"]
+        == "'none'"
+    )
     assert not re.findall(r"""(?:src|href)=["'](?!/|data:)""", answer.text)
     assert "https://" not in answer.text
     assert "innerHTML" not in answer.text
 
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = (
+    shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
+)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="needs the package playwright"
+    )
     with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
+        running = started.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield running
         running.close()
 
@@ -60,7 +77,9 @@ def page(browser: Browser) -> Iterator[Page]:
     yield made
     made.close()
     # Chromium reports answers with an error status.
-    assert [text for text in complaints if not text.startswith("Failed to load resource")] == []
+    assert [
+        text for text in complaints if not text.startswith("Failed to load resource")
+    ] == []
 
 
 def wait_for(page: Page, selector: str, text: str) -> str:
@@ -83,9 +102,13 @@ def send(page: Page) -> str:
     return page.inner_text("#answer")
 
 
-@pytest.mark.skipif(BROWSER is None, reason="there is no browser: install Debian's package chromium")
+@pytest.mark.skipif(
+    BROWSER is None, reason="there is no browser: install Debian's package chromium"
+)
 class TestInABrowser:
-    def test_an_answer_with_its_tokens(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_an_answer_with_its_tokens(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.goto(inline_server.url)
         assert "llguidance" in wait_for(page, "#status", "Accepted")
         assert set(json.loads(send(page))) == {"name", "age", "city"}
@@ -102,9 +125,13 @@ class TestInABrowser:
         assert "very small embedded model" in page.inner_text("#model")
         assert wait_for(page, "#progress", "tokens").startswith("stop · ")
 
-    def test_a_constraint_is_checked_before_it_is_sent(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_a_constraint_is_checked_before_it_is_sent(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.goto(inline_server.url)
-        page.fill("#constraint", '{"type": "object", "properties": {"age": {"type": "int"}}}')
+        page.fill(
+            "#constraint", '{"type": "object", "properties": {"age": {"type": "int"}}}'
+        )
         text = wait_for(page, "#status", "invalid_constraint")
         assert "/properties/age/type" in text
         assert page.locator("#send").is_disabled()
@@ -112,30 +139,48 @@ class TestInABrowser:
         wait_for(page, "#status", "This is not JSON")
         assert page.locator("#send").is_disabled()
         tags = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
-        page.fill("#constraint", json.dumps({"type": "object", "properties": {"tags": tags}}))
-        assert "checked: /properties/tags/uniqueItems" in wait_for(page, "#status", "Accepted")
+        page.fill(
+            "#constraint", json.dumps({"type": "object", "properties": {"tags": tags}})
+        )
+        assert "checked: /properties/tags/uniqueItems" in wait_for(
+            page, "#status", "Accepted"
+        )
         assert page.locator("#send").is_enabled()
 
-    def test_it_asks_which_schema_is_meant(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_it_asks_which_schema_is_meant(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.goto(inline_server.url)
         page.fill("#constraint", '{"invoice": 17, "customer": {"name": "Ann"}}')
         wait_for(page, "#status.warn", "This looks like an instance")
         assert not page.locator("#schemas").is_visible()
-        schemas = {"Order": {"items": {"$ref": "#/components/schemas/a~1b"}}, "a/b": {"type": "boolean"}}
-        page.fill("#constraint", json.dumps({"openapi": "3.1.0", "components": {"schemas": schemas}}))
+        schemas = {
+            "Order": {"items": {"$ref": "#/components/schemas/a~1b"}},
+            "a/b": {"type": "boolean"},
+        }
+        page.fill(
+            "#constraint",
+            json.dumps({"openapi": "3.1.0", "components": {"schemas": schemas}}),
+        )
         wait_for(page, "#status.warn", "Which schema?")
         page.select_option("#schemas", "#/components/schemas/a~1b")
         wait_for(page, "#status.good", "Accepted")
         assert json.loads(send(page)) in (True, False)
 
-    def test_an_error_says_its_place_once(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_an_error_says_its_place_once(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.goto(inline_server.url)
         page.fill("#constraint", '{"properties": {"it\'s": {"pattern": "("}}}')
         text = wait_for(page, "#status.bad", "invalid_constraint")
-        assert text.endswith("at /properties/it's/pattern in json_schema (invalid_constraint)")
+        assert text.endswith(
+            "at /properties/it's/pattern in json_schema (invalid_constraint)"
+        )
         assert text.count(" at ") == 1
 
-    def test_the_first_example_of_each_kind(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_the_first_example_of_each_kind(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.goto(inline_server.url)
         for kind in ("None", "Regex", "Choice", "Lark", "Structural tag", "Tools"):
             choose(page, kind)
@@ -143,7 +188,9 @@ class TestInABrowser:
             assert send(page)
             assert wait_for(page, "#progress", "tokens in")
 
-    def test_what_a_model_writes_stays_text(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_what_a_model_writes_stays_text(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.goto(inline_server.url)
         evil = '<img id="evil" src="x" onerror="document.title=1"><script>document.title=2</script>'
         choose(page, "Choice", evil)
@@ -152,20 +199,36 @@ class TestInABrowser:
         assert page.locator("#evil").count() == 0
         assert page.title() == "guided: playground"
 
-    def test_its_code_gives_the_same_answer(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_its_code_gives_the_same_answer(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.goto(inline_server.url)
         choose(page, "Choice", 'it\'s\n"so"')
         wait_for(page, "#status", "Accepted")
         answer = send(page)
         command = page.inner_text("#code")
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            ["bash", "-c", command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
         assert json.loads(done.stdout)["choices"][0]["message"]["content"] == answer
         page.locator("#languages").get_by_role("button", name="Python").click()
         program = page.inner_text("#code")
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
         assert done.stdout.strip() == answer
 
-    def test_a_refusal_names_no_constraint(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_a_refusal_names_no_constraint(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.route("**/v1/check", lambda route: route.abort())  # the page cannot know
         page.goto(inline_server.url)
         wait_for(page, "#model", "context")
@@ -175,7 +238,9 @@ class TestInABrowser:
         assert "invalid_constraint" in facts
         assert "constraint\nnone" not in facts
 
-    def test_an_answer_to_another_request_is_marked(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_an_answer_to_another_request_is_marked(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.goto(inline_server.url)
         choose(page, "Choice", "yes")
         wait_for(page, "#status", "Accepted")
@@ -186,7 +251,9 @@ class TestInABrowser:
         assert send(page) == "no"
         assert page.locator("#stale").is_hidden()
 
-    def test_a_reload_keeps_the_form(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_a_reload_keeps_the_form(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.goto(inline_server.url)
         choose(page, "Regex", "[0-9]{3}")
         page.fill("#max_tokens", "77")
@@ -197,12 +264,16 @@ class TestInABrowser:
         assert before["regex"] == "[0-9]{3}"
         page.reload()
         wait_for(page, "#status", "Accepted")
-        assert json.loads(page.evaluate("JSON.stringify(request())")) == before | {"model": "guided-default"}
+        assert json.loads(page.evaluate("JSON.stringify(request())")) == before | {
+            "model": "guided-default"
+        }
         page.click("#reset")
         wait_for(page, "#model", "context")
         assert "json_schema" in json.loads(page.evaluate("JSON.stringify(request())"))
 
-    def test_a_tool_call_and_its_result_are_messages(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_a_tool_call_and_its_result_are_messages(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.goto(inline_server.url)
         choose(page, "Tools")
         wait_for(page, "#status", "Accepted")
@@ -217,7 +288,9 @@ class TestInABrowser:
         assert send(page)
         assert wait_for(page, "#progress", "tokens in")
 
-    def test_stop_ends_the_generation(self, page: Page, inline_server: ServerProcess) -> None:
+    def test_stop_ends_the_generation(
+        self, page: Page, inline_server: ServerProcess
+    ) -> None:
         page.goto(inline_server.url)
         page.fill("#max_tokens", "1500")
         choose(page, "Regex", "[a-z]{1400}")
@@ -231,7 +304,10 @@ class TestInABrowser:
     def test_it_asks_for_the_key(self, page: Page, tiny_engine: AsyncLLM) -> None:
         with hosted(tiny_engine.model, api_key="secret") as server:
             page.goto(server.url)
-            assert page.locator("#key").is_visible() or page.locator("#key-form").wait_for() is None
+            assert (
+                page.locator("#key").is_visible()
+                or page.locator("#key-form").wait_for() is None
+            )
             page.fill("#key", "secret")
             page.click("#key-form button")
             wait_for(page, "#status", "Accepted")

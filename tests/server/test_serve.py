@@ -20,7 +20,9 @@ SUPPORT = str(Path(__file__).parents[1] / "support")
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     hanging = ("--logits-processors", "sample_processors:HangsAtAdmission")
-    with serving("--pool", "inline", "--grace-seconds", "1", *hanging, PYTHONPATH=SUPPORT) as server:
+    with serving(
+        "--pool", "inline", "--grace-seconds", "1", *hanging, PYTHONPATH=SUPPORT
+    ) as server:
         yield server
 
 
@@ -28,7 +30,9 @@ def test_greeting_holds_lines_that_work(server: ServerProcess) -> None:
     """What it prints when it is up can be pasted into a shell."""
     greeting = "".join(server.log)
     [command] = re.findall(r"^  (curl .*\\\n.*)$", greeting, re.MULTILINE)
-    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True
+    )
     assert '"finish_reason":"stop"' in ran.stdout
     assert f"{server.url}/docs" in greeting
 
@@ -47,7 +51,11 @@ def test_sigterm_ends_a_server_with_threads_that_hang(server: ServerProcess) -> 
 
     def is_stuck() -> bool:
         try:
-            httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=2)
+            httpx.post(
+                f"{server.url}/v1/completions",
+                json={"prompt": "a", "max_tokens": 1},
+                timeout=2,
+            )
         except httpx.TimeoutException:
             return True
         return False
@@ -56,4 +64,6 @@ def test_sigterm_ends_a_server_with_threads_that_hang(server: ServerProcess) -> 
     server.stop(signal.SIGTERM)
     for each in clients:
         each.join()
-    wait_until(lambda: "most recent call first" in "".join(server.log))  # the stacks of what hangs
+    wait_until(
+        lambda: "most recent call first" in "".join(server.log)
+    )  # the stacks of what hangs

@@ -1,4 +1,5 @@
-"""A step by groups, as vLLM's early engine and its notes describe it, read off the engine's `Batch` of rows."""
+"""A step by groups, as vLLM's early engine and its notes describe it, read off the
+engine's `Batch` of rows."""
 
 from __future__ import annotations
 
@@ -29,10 +30,15 @@ class SequenceGroupMetadata(NamedTuple):
     block_tables: dict[int, list[int]]
 
 
-def seq_group_metadata_list(batch: Batch, blocks: BlockManager) -> list[SequenceGroupMetadata]:
+def seq_group_metadata_list(
+    batch: Batch, blocks: BlockManager
+) -> list[SequenceGroupMetadata]:
     parts = [(True, chunk.sequences) for chunk in batch.prefills]
     groups = dict.fromkeys(sequence.group for sequence in batch.decodes)
-    parts += [(False, [one for one in batch.decodes if one.group is group]) for group in groups]
+    parts += [
+        (False, [one for one in batch.decodes if one.group is group])
+        for group in groups
+    ]
     return [
         SequenceGroupMetadata(
             sequences[0].group.request_id,
@@ -58,7 +64,10 @@ class SamplingMetadata:
             for first, last in chunk.unscored()
             for token in range(first, last)
         ]
-        sampled = [(row, one.group) for row, one in zip(batch.selected, batch.sequences, strict=True)]
+        sampled = [
+            (row, one.group)
+            for row, one in zip(batch.selected, batch.sequences, strict=True)
+        ]
         self.selected_token_indices = sorted({row for row, _ in scored + sampled})
         place = {row: index for index, row in enumerate(self.selected_token_indices)}
         found: dict[SequenceGroup, SequenceGroupToSample] = {}
@@ -66,9 +75,17 @@ class SamplingMetadata:
             for row, group in rows:
                 found.setdefault(group, ([], []))[kind].append(place[row])
         self.seq_groups = sorted(found.values(), key=lambda one: one[0] + one[1])
-        self.categorized_sample_indices: dict[SamplingType, list[tuple[int, int]]] = {kind: [] for kind in SamplingType}
-        for index, (row, sequence) in enumerate(zip(batch.selected, batch.sequences, strict=True)):
-            kind_of = SamplingType.RANDOM if sequence.params.seed is None else SamplingType.RANDOM_SEED
+        self.categorized_sample_indices: dict[SamplingType, list[tuple[int, int]]] = {
+            kind: [] for kind in SamplingType
+        }
+        for index, (row, sequence) in enumerate(
+            zip(batch.selected, batch.sequences, strict=True)
+        ):
+            kind_of = (
+                SamplingType.RANDOM
+                if sequence.params.seed is None
+                else SamplingType.RANDOM_SEED
+            )
             kind_of = SamplingType.GREEDY if sequence.params.is_greedy else kind_of
             self.categorized_sample_indices[kind_of].append((place[row], index))
 
@@ -82,6 +99,12 @@ def by_group(output: SamplerOutput, batch: Batch) -> list[SequenceGroupOutput]:
     found: dict[SequenceGroup, SequenceGroupOutput] = {}
     for row, sequence in enumerate(batch.sequences):
         group = sequence.group
-        wanted = group.prompt_logprobs if group.sampling_params.prompt_logprobs is not None else None
-        found.setdefault(group, SequenceGroupOutput([], wanted)).samples.append(output.sample_of(row, sequence.seq_id))
+        wanted = (
+            group.prompt_logprobs
+            if group.sampling_params.prompt_logprobs is not None
+            else None
+        )
+        found.setdefault(group, SequenceGroupOutput([], wanted)).samples.append(
+            output.sample_of(row, sequence.seq_id)
+        )
     return list(found.values())

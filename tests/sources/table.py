@@ -1,6 +1,8 @@
-"""Write docs/sources.md from the markers of the tests beside this file: `python tests/sources/table.py`.
+"""Write docs/sources.md from the markers of the tests beside this file: `python
+tests/sources/table.py`.
 
-A test carries `@source("a sentence of the document")`, and `differs="..."` where something stays different.
+A test carries `@source("a sentence of the document")`, and `differs="..."` where
+something stays different.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "sources.md"
-DOCUMENTS = ("rfc_5423", "rfc_25389", "custom_logits_processors", "sampling_notes", "engine_walk")
+DOCUMENTS = (
+    "rfc_5423",
+    "rfc_25389",
+    "custom_logits_processors",
+    "sampling_notes",
+    "engine_walk",
+)
 HEAD = """# Sources
 
 The documents that this project follows, and what is different here. Each sentence of a document that demands something
@@ -25,9 +33,15 @@ def demands(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for each in node.decorator_list:
-                if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id == "source":
+                if (
+                    isinstance(each, ast.Call)
+                    and isinstance(each.func, ast.Name)
+                    and each.func.id == "source"
+                ):
                     values = [ast.literal_eval(one) for one in each.args] + [""]
-                    named = {one.arg: ast.literal_eval(one.value) for one in each.keywords}
+                    named = {
+                        one.arg: ast.literal_eval(one.value) for one in each.keywords
+                    }
                     yield values[0], named.get("differs", values[1]), node.name
 
 
@@ -40,9 +54,14 @@ def page() -> str:
         title = (ast.get_docstring(tree) or "").partition(", in ")[0]
         rows = list(demands(tree))
         different = [(sentence, differs) for sentence, differs, _ in rows if differs]
-        parts.append(f"\n## {title}\n\n`{file.relative_to(PAGE.parents[1])}`: {len(rows)} sentences, ")
+        parts.append(
+            f"\n## {title}\n\n`{file.relative_to(PAGE.parents[1])}`: {len(rows)} sentences, "
+        )
         parts.append(f"{len(different)} met in another way:\n\n")
-        escaped = [(sentence.rstrip(".").replace("__", "\\_\\_"), differs) for sentence, differs in different]
+        escaped = [
+            (sentence.rstrip(".").replace("__", "\\_\\_"), differs)
+            for sentence, differs in different
+        ]
         parts += [f'- "{sentence}": {differs}\n' for sentence, differs in escaped]
     return "".join(parts)
 

@@ -12,7 +12,12 @@ import pytest
 import torch
 from sample_processors import DummyLogitsProcessor
 
-from engine.logits_processors import BatchUpdate, LogitsProcessor, SamplingParams, VllmConfig
+from engine.logits_processors import (
+    BatchUpdate,
+    LogitsProcessor,
+    SamplingParams,
+    VllmConfig,
+)
 from engine.outputs import RequestOutput
 from tests.engine.conftest import MakeEngine, run
 
@@ -29,13 +34,15 @@ AddedRequest = tuple[SamplingParams, int, int]
 
 
 class TargetToken(LogitsProcessor):
-    """Allows only `target_token` of a request's `extra_args`, with the signatures of the RFC. It records the calls; the
-    list is the newest instance's."""
+    """Allows only `target_token` of a request's `extra_args`, with the signatures of
+    the RFC. It records the calls; the list is the newest instance's."""
 
     calls: list[tuple[Any, ...]]
     newest: TargetToken
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool
+    ):
         self.targets: dict[int, int] = {}
         self.order: list[int] = []
         TargetToken.calls, TargetToken.newest = [], self
@@ -79,14 +86,18 @@ def calls(name: str) -> list[Any]:
 
 def target(token: int | None, max_tokens: int) -> SamplingParams:
     extra = None if token is None else {"target_token": token}
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+    return SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra
+    )
 
 
 def tokens(found: dict[str, RequestOutput]) -> dict[str, list[int]]:
     return {name: list(output.outputs[0].token_ids) for name, output in found.items()}
 
 
-@source("The current model, with update_state(batch_update), is the interface of a processor.")
+@source(
+    "The current model, with update_state(batch_update), is the interface of a processor."
+)
 @source(
     "The BatchUpdate data structure is no longer necessary.",
     differs="Both models run: a class that defines add_request is of the RFC's model, any other gets BatchUpdates.",
@@ -98,12 +109,17 @@ def test_both_models_run_together(make_engine: MakeEngine) -> None:
         def update_state(self, batch_update: BatchUpdate | None) -> None:
             seen.append(batch_update)
 
-    found = run(make_engine(logits_processors=(Current, TargetToken)), {"67": (PROMPT, target(67, 2))})
+    found = run(
+        make_engine(logits_processors=(Current, TargetToken)),
+        {"67": (PROMPT, target(67, 2))},
+    )
     assert tokens(found) == {"67": [67, 67]}
     assert [type(update) for update in seen] == [BatchUpdate, type(None)]
 
 
-@source("RemovedRequest is the persistent index; AddedRequest is (params, prompt length, persistent index).")
+@source(
+    "RemovedRequest is the persistent index; AddedRequest is (params, prompt length, persistent index)."
+)
 @source("Adding and removing requests is separated from update_state.")
 @source("add_request adds information about a new request, or changes nothing.")
 @source("remove_request removes the information, if such information is present.")
@@ -114,7 +130,8 @@ def test_add_request_and_remove_request(make_engine: MakeEngine) -> None:
     engine = make_engine(logits_processors=(TargetToken,))
     assert tokens(run(engine, requests)) == {"67": [67], **expected, "68": [68, 68]}
     assert [info for (info,) in calls("add_request")] == [
-        (params, len(prompt), index) for index, (prompt, params) in enumerate(requests.values())
+        (params, len(prompt), index)
+        for index, (prompt, params) in enumerate(requests.values())
     ]
     assert calls("remove_request") == [(0,), (2,)]
     run(engine, {"69": (PROMPT, target(69, 1))})
@@ -122,15 +139,28 @@ def test_add_request_and_remove_request(make_engine: MakeEngine) -> None:
     assert [*TargetToken.newest.targets.values()] == [69]
 
 
-@source("The rows of the logits are mapped to requests by the current stepwise ordering: index_mapping.")
+@source(
+    "The rows of the logits are mapped to requests by the current stepwise ordering: index_mapping."
+)
 @source("index_mapping None: the ordering is unchanged from the previous step.")
-@source("Each step applies a new order on-the-fly; the persistent batch is not reordered.")
+@source(
+    "Each step applies a new order on-the-fly; the persistent batch is not reordered."
+)
 def test_index_mapping(make_engine: MakeEngine) -> None:
     lengths = [2, 4, 1, 4]
-    requests = {f"{n}": (PROMPT, target(100 + n, length)) for n, length in enumerate(lengths)}
+    requests = {
+        f"{n}": (PROMPT, target(100 + n, length)) for n, length in enumerate(lengths)
+    }
     engine = make_engine(logits_processors=(TargetToken,))
-    assert tokens(run(engine, requests)) == {f"{n}": [100 + n] * length for n, length in enumerate(lengths)}
-    assert [call[0] for call in calls("update_state")] == [[0, 1, 2, 3], [0, 1, 3], [1, 3], None]
+    assert tokens(run(engine, requests)) == {
+        f"{n}": [100 + n] * length for n, length in enumerate(lengths)
+    }
+    assert [call[0] for call in calls("update_state")] == [
+        [0, 1, 2, 3],
+        [0, 1, 3],
+        [1, 3],
+        None,
+    ]
 
 
 @source(
@@ -142,16 +172,27 @@ def test_index_mapping(make_engine: MakeEngine) -> None:
     differs="It has one entry for each row of the logits: a sequence that is not sampled in a step has none.",
 )
 def test_index_mapping_has_one_entry_per_row(make_engine: MakeEngine) -> None:
-    engine = make_engine(logits_processors=(TargetToken,), max_num_seqs=4, max_num_batched_tokens=32)
+    engine = make_engine(
+        logits_processors=(TargetToken,), max_num_seqs=4, max_num_batched_tokens=32
+    )
     run(engine, {"short": (PROMPT, target(67, 3)), "long": ([5] * 40, target(68, 1))})
     assert [call[0] for call in calls("update_state")] == [[0], [1, 0], [0]]
 
 
-@source("token_ids: a row per persistent index, with the request's prompt ids and output ids concatenated.")
-@source("seq_lens: for each persistent index, the total length (prompt and output tokens).")
-@source("With index_mapping None, a processor may still use the updated token_ids and seq_lens.")
+@source(
+    "token_ids: a row per persistent index, with the request's prompt ids and output ids concatenated."
+)
+@source(
+    "seq_lens: for each persistent index, the total length (prompt and output tokens)."
+)
+@source(
+    "With index_mapping None, a processor may still use the updated token_ids and seq_lens."
+)
 def test_token_ids_and_seq_lens(make_engine: MakeEngine) -> None:
-    run(make_engine(logits_processors=(TargetToken,)), {"67": ([8, 9], target(67, 3)), "68": (PROMPT, target(68, 3))})
+    run(
+        make_engine(logits_processors=(TargetToken,)),
+        {"67": ([8, 9], target(67, 3)), "68": (PROMPT, target(68, 3))},
+    )
     for step, (mapping, token_ids, seq_lens) in enumerate(calls("update_state")):
         assert (mapping is None) == (step > 0)
         assert seq_lens[:2].tolist() == [2 + step, 3 + step]

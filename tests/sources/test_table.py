@@ -10,6 +10,6 @@ def test_the_page_is_made_from_the_markers() -> None:
 
 
 def test_every_document_is_on_the_page() -> None:
-    assert {f"test_{name}.py" for name in DOCUMENTS} == {file.name for file in HERE.glob("test_*.py")} - {
-        "test_table.py"
-    }
+    assert {f"test_{name}.py" for name in DOCUMENTS} == {
+        file.name for file in HERE.glob("test_*.py")
+    } - {"test_table.py"}

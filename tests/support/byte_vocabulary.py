@@ -16,8 +16,14 @@ BYTES = Vocabulary(
     special_token_ids=frozenset({STOP, 257}),
     padded_vocab_size=264,
 )
-"""Token `byte + 1` is the byte, 0 is the stop token, 257 is padding, and 258 to 263 are logits without a token."""
-LETTERS = Vocabulary((b"</s>", *(bytes([97 + index]) for index in range(26))), (STOP,), frozenset({STOP}), 40)
+"""Token `byte + 1` is the byte, 0 is the stop token, 257 is padding, and 258 to 263 are
+logits without a token."""
+LETTERS = Vocabulary(
+    (b"</s>", *(bytes([97 + index]) for index in range(26))),
+    (STOP,),
+    frozenset({STOP}),
+    40,
+)
 """Token 1 is "a", token 26 is "z", and 27 to 39 are logits without a token."""
 WORDS = words(BYTES.padded_vocab_size)
 
@@ -34,5 +40,8 @@ def accepts(grammar: CompiledGrammar, text: str) -> bool:
 
 
 def allowed(row: NDArray[np.int32]) -> str:
-    """Return the characters that a mask allows, with `.` for the stop token. Only for ASCII."""
-    return "".join("." if token == STOP else chr(token - 1) for token in allowed_ids(row).tolist())
+    """Return the characters that a mask allows, with `.` for the stop token. Only for
+    ASCII."""
+    return "".join(
+        "." if token == STOP else chr(token - 1) for token in allowed_ids(row).tolist()
+    )

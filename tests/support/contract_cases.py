@@ -1,4 +1,5 @@
-"""Constraints of every kind, with texts that satisfy them and texts that do not, and walks through a matcher."""
+"""Constraints of every kind, with texts that satisfy them and texts that do not, and
+walks through a matcher."""
 
 from __future__ import annotations
 
@@ -42,7 +43,11 @@ CALLS = {
     "type": "structural_tag",
     "structures": [
         {"begin": "<f=weather>", "schema": CITY, "end": "</f>"},
-        {"begin": "<f=dice>", "schema": {"type": "integer", "minimum": 1, "maximum": 6}, "end": "</f>"},
+        {
+            "begin": "<f=dice>",
+            "schema": {"type": "integer", "minimum": 1, "maximum": 6},
+            "end": "</f>",
+        },
     ],
     "triggers": ["<f="],
 }
@@ -59,7 +64,9 @@ def is_calls(text: str) -> bool:
     except json.JSONDecodeError:
         return False
     schema = {"weather": CITY, "dice": {"enum": [1, 2, 3, 4, 5, 6]}}.get(name, False)
-    valid = jsonschema.Draft202012Validator(schema).is_valid(arguments) and rest[end:].startswith("</f>")
+    valid = jsonschema.Draft202012Validator(schema).is_valid(arguments) and rest[
+        end:
+    ].startswith("</f>")
     return valid and is_calls(rest[end + 4 :])
 
 
@@ -72,7 +79,8 @@ def is_json(text: str, schema: Any) -> bool:
 
 
 def is_list(text: str) -> bool:
-    """Whether `text` is a sentence of GBNF: removes the innermost brackets until none is left."""
+    """Whether `text` is a sentence of GBNF: removes the innermost brackets until none
+    is left."""
     text = re.sub(r"é0[é-ü0]{2}", "0", text)
     inner = re.compile(r"\(\d+(?:,\d+)*\)")
     while inner.search(text):
@@ -95,7 +103,10 @@ CASES = [
     Case(
         "person",
         Constraint.json_schema(PERSON),
-        ['{"name":"Ada","age":36,"tags":["math","engines"]}', '{"name": "Zoë 狐 😀", "age": -1, "tags": []}'],
+        [
+            '{"name":"Ada","age":36,"tags":["math","engines"]}',
+            '{"name": "Zoë 狐 😀", "age": -1, "tags": []}',
+        ],
         [
             '{"name":"Ada"}',
             '{"name":1,"age":36,"tags":[]}',
@@ -117,7 +128,9 @@ CASES = [
         Constraint.regex(r"^\+?[0-9]{2,3}-(?:[a-f]+|x{2,})é?$"),
         ["12-abc", "+123-xx", "12-xxxxé"],
         ["1-abc", "12-abc\n", "12-", "12-x", "++12-a"],
-        lambda text: re.fullmatch(r"\+?[0-9]{2,3}-(?:[a-f]+|x{2,})é?", text) is not None,
+        lambda text: (
+            re.fullmatch(r"\+?[0-9]{2,3}-(?:[a-f]+|x{2,})é?", text) is not None
+        ),
     ),
     Case(
         "free",
@@ -128,17 +141,55 @@ CASES = [
     ),
     Case(
         "options",
-        Constraint.choice(["yes", "yes please", "no", 'qu"o\\te\n', "Zürich", "狐狸", "👩‍👩‍👧", "[a-z]+", "\x1b0é0"]),
-        ["yes", "yes please", "no", 'qu"o\\te\n', "Zürich", "狐狸", "👩‍👩‍👧", "[a-z]+", "\x1b0é0"],
+        Constraint.choice(
+            [
+                "yes",
+                "yes please",
+                "no",
+                'qu"o\\te\n',
+                "Zürich",
+                "狐狸",
+                "👩‍👩‍👧",
+                "[a-z]+",
+                "\x1b0é0",
+            ]
+        ),
+        [
+            "yes",
+            "yes please",
+            "no",
+            'qu"o\\te\n',
+            "Zürich",
+            "狐狸",
+            "👩‍👩‍👧",
+            "[a-z]+",
+            "\x1b0é0",
+        ],
         ["maybe", "yes ", "nope", "Yes", "abc", "👩"],
-        lambda text: text in ["yes", "yes please", "no", 'qu"o\\te\n', "Zürich", "狐狸", "👩‍👩‍👧", "[a-z]+", "\x1b0é0"],
+        lambda text: (
+            text
+            in [
+                "yes",
+                "yes please",
+                "no",
+                'qu"o\\te\n',
+                "Zürich",
+                "狐狸",
+                "👩‍👩‍👧",
+                "[a-z]+",
+                "\x1b0é0",
+            ]
+        ),
     ),
     Case(
         "lark",
         Constraint.grammar(LARK),
         ["SELECT a FROM b", "SELECT abc, *, d FROM tables"],
         ["SELECT FROM b", "select a", "SELECT a, FROM b"],
-        lambda text: re.fullmatch(r"SELECT (?:[a-z]+|\*)(?:, (?:[a-z]+|\*))* FROM [a-z]+", text) is not None,
+        lambda text: (
+            re.fullmatch(r"SELECT (?:[a-z]+|\*)(?:, (?:[a-z]+|\*))* FROM [a-z]+", text)
+            is not None
+        ),
     ),
     Case(
         "calls",
@@ -163,7 +214,8 @@ CASES = [
 
 
 def mask(matcher: Matcher, vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """Return the allowed text tokens. The row is filled before: every word must be written."""
+    """Return the allowed text tokens. The row is filled before: every word must be
+    written."""
     row = np.full(words(vocabulary.padded_vocab_size), -1, dtype=np.int32)
     matcher.fill_bitmask(row)
     return np.intersect1d(allowed_ids(row), vocabulary.text_token_ids)
@@ -173,8 +225,11 @@ def stop(vocabulary: Vocabulary) -> int:
     return vocabulary.stop_token_ids[0]
 
 
-def walk(matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, limit: int) -> bytes | None:
-    """Generate random allowed tokens until a stop token; None after `limit` tokens, or if a checked one is violated."""
+def walk(
+    matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, limit: int
+) -> bytes | None:
+    """Generate random allowed tokens until a stop token; None after `limit` tokens, or
+    if a checked one is violated."""
     text = b""
     for _ in range(limit):
         if matcher.violation() is not None:
@@ -186,7 +241,9 @@ def walk(matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, lim
             matcher.accept_tokens([stop(vocabulary)])
             return text
         # Within strings, structural tokens are rare: prefer them, so that walks end.
-        structural = [token for token in allowed if vocabulary.token_bytes[token][:1] in b'"}],0']
+        structural = [
+            token for token in allowed if vocabulary.token_bytes[token][:1] in b'"}],0'
+        ]
         choices = structural if structural and generator.random() < 0.6 else allowed
         token = int(generator.choice(choices))
         matcher.accept_tokens([token])

@@ -1,4 +1,5 @@
-"""A pool driven as an engine drives it: every sequence is continued by a token that its mask allows."""
+"""A pool driven as an engine drives it: every sequence is continued by a token that its
+mask allows."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ def freeze(pid: int) -> None:
     """Stop a process and wait until all its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
-    until(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir()))
+    until(
+        lambda: all(
+            (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+            for task in tasks.iterdir()
+        )
+    )
 
 
 def gone(pid: int) -> None:
@@ -44,27 +50,38 @@ def gone(pid: int) -> None:
 
 
 def compile_pids() -> list[int]:
-    """Return the pids of the compile processes of this process: the forks of all fork servers."""
+    """Return the pids of the compile processes of this process: the forks of all fork
+    servers."""
     found = psutil.Process().children(recursive=True)
     program = {each.pid for each in found if "actors.compile_process" in each.cmdline()}
-    return [each.pid for each in found if each.pid in program and each.ppid() in program]
+    return [
+        each.pid for each in found if each.pid in program and each.ppid() in program
+    ]
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """Return the descendants of a process, except the cleanup processes, which must outlive it."""
+    """Return the descendants of a process, except the cleanup processes, which must
+    outlive it."""
     found = psutil.Process(pid).children(recursive=True)
     return [process for process in found if "guided-cleanup" not in process.cmdline()]
 
 
 def assert_all_end(processes: list[psutil.Process], seconds: float) -> None:
     _, alive = psutil.wait_procs(processes, timeout=seconds)
-    left = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    left = [
+        process
+        for process in alive
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
     assert not left, [process.cmdline() for process in left]
 
 
 def placement(pool: RayPool) -> dict[int, set[int]]:
     """Return the ids of the open sequences of each actor that is up, by its pid."""
-    return {each.pid: {state.sequence.sequence_id for state in each.sequences.values()} for each in pool.workers}
+    return {
+        each.pid: {state.sequence.sequence_id for state in each.sequences.values()}
+        for each in pool.workers
+    }
 
 
 class DrivenPool:
@@ -76,11 +93,16 @@ class DrivenPool:
         """Output tokens by sequence."""
         self.errors: dict[int, GuidedError] = {}
         self._sequences: dict[int, GuidedSequence] = {}
-        self._bitmask = np.zeros((32, words(pool.vocabulary.padded_vocab_size)), np.int32)
+        self._bitmask = np.zeros(
+            (32, words(pool.vocabulary.padded_vocab_size)), np.int32
+        )
 
     def open(self, *words: str, number: int = 1) -> list[int]:
-        """Open sequences of the grammar `faulty(*words)`. Their first step opens them on an actor."""
-        return self.open_with(self.pool.compile(faulty(*words), (NAME,)).result(WAIT), number)
+        """Open sequences of the grammar `faulty(*words)`. Their first step opens them
+        on an actor."""
+        return self.open_with(
+            self.pool.compile(faulty(*words), (NAME,)).result(WAIT), number
+        )
 
     def open_with(self, grammar: Grammar, number: int) -> list[int]:
         """Open sequences of a grammar of any backend."""
@@ -92,7 +114,8 @@ class DrivenPool:
         return ids
 
     def step(self, sequences: Iterable[int], deadline: float | None = None) -> set[int]:
-        """Run a step with the sequences that have not failed. Returns the sequences that got a mask."""
+        """Run a step with the sequences that have not failed. Returns the sequences
+        that got a mask."""
         asked = [each for each in sequences if each not in self.errors]
         self.pool.submit([self._sequences[each] for each in asked])
         found = self.pool.collect(deadline)
@@ -107,13 +130,19 @@ class DrivenPool:
         """Run steps until each sequence has `steps` more tokens, or has failed."""
         aims = {sequence: len(self.tokens[sequence]) + steps for sequence in sequences}
         deadline = time.monotonic() + WAIT
-        while short := [each for each, aim in aims.items() if each not in self.errors and len(self.tokens[each]) < aim]:
+        while short := [
+            each
+            for each, aim in aims.items()
+            if each not in self.errors and len(self.tokens[each]) < aim
+        ]:
             assert time.monotonic() < deadline, "no masks come"
             self.step(short, deadline=5.0)
 
     def pid_of(self, sequence: int) -> int:
         """Return the pid of the actor that a sequence is open on."""
-        (pid,) = [pid for pid, there in placement(self.pool).items() if sequence in there]
+        (pid,) = [
+            pid for pid, there in placement(self.pool).items() if sequence in there
+        ]
         return pid
 
     def neighbours(self, sequence: int, others: Iterable[int]) -> set[int]:
@@ -123,7 +152,11 @@ class DrivenPool:
     @property
     def pids(self) -> set[int]:
         """The pids of the actors that are up."""
-        return {worker.pid for worker in self.pool.status().workers if worker.pid is not None}
+        return {
+            worker.pid
+            for worker in self.pool.status().workers
+            if worker.pid is not None
+        }
 
     def all_up(self) -> bool:
         return all(worker.state == "up" for worker in self.pool.status().workers)

@@ -1,5 +1,5 @@
-"""A CUDA device on a CPU: the mask kernel in Triton's interpreter, with events, pinned memory and a driver that note
-what is called, and fail as told."""
+"""A CUDA device on a CPU: the mask kernel in Triton's interpreter, with events, pinned
+memory and a driver that note what is called, and fail as told."""
 
 from __future__ import annotations
 
@@ -111,11 +111,25 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     with monkeypatch.context() as patch:
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(torch, "empty", lambda *shape, pin_memory=False, **named: empty(*shape, **named))
-        patch.setattr(torch, "zeros", lambda *shape, device=None, **named: zeros(*shape, **named))
-        patch.setattr(torch, "tensor", lambda values, device=None, **named: tensor(values, **named))
         patch.setattr(
-            torch.Tensor, "to", lambda it, where=None, *a, **n: it if where == GPU else to(it, where, *a, **n)
+            torch,
+            "empty",
+            lambda *shape, pin_memory=False, **named: empty(*shape, **named),
+        )
+        patch.setattr(
+            torch, "zeros", lambda *shape, device=None, **named: zeros(*shape, **named)
+        )
+        patch.setattr(
+            torch,
+            "tensor",
+            lambda values, device=None, **named: tensor(values, **named),
+        )
+        patch.setattr(
+            torch.Tensor,
+            "to",
+            lambda it, where=None, *a, **n: (
+                it if where == GPU else to(it, where, *a, **n)
+            ),
         )
         patch.setattr(torch.Tensor, "pin_memory", lambda it: it)
         patch.setattr(ctypes, "CDLL", lambda name: device)
@@ -136,7 +150,10 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
                     device.addresses = plan[:, 0].tolist()
                     columns = pinned_masks._columns.items()
                     device.launched.append(
-                        [any(first <= it < end for first, (end, _) in columns) for it in device.addresses]
+                        [
+                            any(first <= it < end for first, (end, _) in columns)
+                            for it in device.addresses
+                        ]
                     )
                     logits = logits.tensor
                 launch(logits, plan, words)

@@ -1,7 +1,9 @@
-"""A grammar library with the faults that its grammar names, in compile processes, actors and the engine's process.
+"""A grammar library with the faults that its grammar names, in compile processes,
+actors and the engine's process.
 
-The source of a `regex` constraint is a list of words. `ACTION@PLACE[:POSITION][=ARGUMENT]` is a fault, the
-others are settings. `faulty("segfault@fill:3")` makes a constraint with a fault.
+The source of a `regex` constraint is a list of words.
+`ACTION@PLACE[:POSITION][=ARGUMENT]` is a fault, the others are settings.
+`faulty("segfault@fill:3")` makes a constraint with a fault.
 
     raise        raises an exception                 segfault, exit   end the process
     panic        raises no `Exception` subclass      hold     sleeps without end and holds the GIL
@@ -11,8 +13,9 @@ others are settings. `faulty("segfault@fill:3")` makes a constraint with a fault
     eat          takes memory, 32 MiB at a time, up to `=MIB` (4096), then waits without end
     watch        from now on, writes the longest seconds without the interpreter lock to `=PATH` with the process id
 
-Places are `compile`, `load` (into an actor), `accept` and `fill`. A position is a number of tokens;
-without it the fault is at all positions. The compile process computes the first mask, so `fill:0` happens there too.
+Places are `compile`, `load` (into an actor), `accept` and `fill`. A position is a
+number of tokens; without it the fault is at all positions. The compile process computes
+the first mask, so `fill:0` happens there too.
 
     length=N     sentences have N tokens (default 12), then only the stop token is allowed
     name=TEXT    grammars with the same name and length allow the same tokens, whatever their faults
@@ -20,12 +23,14 @@ without it the fault is at all positions. The compile process computes the first
     touch=PATH   creates this file with the process id when a fault is reached
     once=PATH    the fault happens only if this file doesn't exist; then the file is created
 
-The allowed tokens depend on the whole history, so a matcher with a wrong history allows other tokens.
+The allowed tokens depend on the whole history, so a matcher with a wrong history allows
+other tokens.
 
-The backend is registered as "faulty" in processes that have `PATHS` on their PYTHONPATH (`startup/sitecustomize.py`):
-those of the `local_ray` fixture and those started with `environment()`. In other processes use
-`monkeypatch.setitem(BACKENDS, "faulty", ADAPTER)`. The first actor that imports it while the file exists that
-`FAULTY_IMPORT` names in its environment deletes the file and stops there.
+The backend is registered as "faulty" in processes that have `PATHS` on their PYTHONPATH
+(`startup/sitecustomize.py`): those of the `local_ray` fixture and those started with
+`environment()`. In other processes use `monkeypatch.setitem(BACKENDS, "faulty",
+ADAPTER)`. The first actor that imports it while the file exists that `FAULTY_IMPORT`
+names in its environment deletes the file and stops there.
 """
 
 from __future__ import annotations
@@ -59,8 +64,13 @@ PATHS = (str(Path(__file__).parent / "startup"), str(Path(__file__).parent))
 
 
 def environment() -> dict[str, str]:
-    """Return environment variables with which a process and its children know this backend."""
-    return {"PYTHONPATH": os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    """Return environment variables with which a process and its children know this
+    backend."""
+    return {
+        "PYTHONPATH": os.pathsep.join(
+            [*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+    }
 
 
 def faulty(*words: str) -> Constraint:
@@ -88,14 +98,24 @@ class _Plan:
     def parse(cls, source: str) -> _Plan:
         parts = [word.partition("=") for word in source.split()]
         settings = {head: argument for head, _, argument in parts if "@" not in head}
-        faults = [(*head.split("@"), argument) for head, _, argument in parts if "@" in head]
+        faults = [
+            (*head.split("@"), argument) for head, _, argument in parts if "@" in head
+        ]
         length = int(settings.get("length", 12))
         seed = int.from_bytes(f"{settings.get('name', '')} {length}".encode()) % 2**61
         dump = int(settings.get("dump", 0)) << 20
-        return cls(faults, length, seed, settings.get("touch", ""), settings.get("once", ""), dump)
+        return cls(
+            faults,
+            length,
+            seed,
+            settings.get("touch", ""),
+            settings.get("once", ""),
+            dump,
+        )
 
     def reach(self, place: str, position: int | None = None) -> str:
-        """Run the faults at this place. Returns the action that the caller must do, if any."""
+        """Run the faults at this place. Returns the action that the caller must do, if
+        any."""
         for action, where, argument in self.faults:
             if where not in (place, f"{place}:{position}"):
                 continue
@@ -148,11 +168,14 @@ def _eat(argument: str) -> None:
 
 
 def _watch(argument: str) -> None:
-    threading.Thread(target=_measure, args=(f"{argument}.{os.getpid()}",), daemon=True).start()
+    threading.Thread(
+        target=_measure, args=(f"{argument}.{os.getpid()}",), daemon=True
+    ).start()
 
 
 def _measure(path: str) -> None:
-    """Sleep a millisecond again and again. What it takes longer, without a wait for a CPU, is a wait for the lock."""
+    """Sleep a millisecond again and again. What it takes longer, without a wait for a
+    CPU, is a wait for the lock."""
     thread, longest = threading.get_native_id(), 0.0
     _, waited = thread_times(thread)
     while True:
@@ -201,8 +224,17 @@ class _Matcher(ScriptedMatcher):
     def _next(self) -> list[int]:
         if self.is_accepting():
             return []
-        drawn = np.random.default_rng([self.grammar.plan.seed, *self.tokens]).random(self.grammar.size) < 0.5
-        return [token for token in np.flatnonzero(drawn).tolist() if token not in self.stop_ids]
+        drawn = (
+            np.random.default_rng([self.grammar.plan.seed, *self.tokens]).random(
+                self.grammar.size
+            )
+            < 0.5
+        )
+        return [
+            token
+            for token in np.flatnonzero(drawn).tolist()
+            if token not in self.stop_ids
+        ]
 
     def fork(self) -> _Matcher:
         return _Matcher(self.grammar, list(self.tokens))
@@ -235,7 +267,9 @@ class FaultyBackend(Backend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        if "ray" in sys.modules and (path := os.environ.get("FAULTY_IMPORT")):  # in an actor
+        if "ray" in sys.modules and (
+            path := os.environ.get("FAULTY_IMPORT")
+        ):  # in an actor
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
                 _freeze("")

@@ -18,9 +18,10 @@ from guided.vocabulary import Vocabulary
 class FaultyPool(InlinePool):
     """An `InlinePool` that fails rows, or makes them late, as told.
 
-    `fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often `decided` is called
-    before a row's mask is there; `lose` loses an open sequence; with `hold_compiles` the futures of
-    `compile` stay open until `finish_compiles`.
+    `fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)`
+    how often `decided` is called before a row's mask is there; `lose` loses an open
+    sequence; with `hold_compiles` the futures of `compile` stay open until
+    `finish_compiles`.
     """
 
     def __init__(self, vocabulary: Vocabulary, forced_tokens: bool = False) -> None:
@@ -39,7 +40,9 @@ class FaultyPool(InlinePool):
         self._rows: Sequence[GuidedSequence] = ()
         self._computed: StepMasks | None = None
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+    def compile(
+        self, constraint: Constraint, backends: Sequence[str]
+    ) -> Future[Grammar]:
         real = super().compile(constraint, backends)
         if not self.hold_compiles:
             return real
@@ -67,7 +70,9 @@ class FaultyPool(InlinePool):
             self._asked.pop(sequence_id, None)
         super().free(sequence_ids)
 
-    def submit(self, sequences: Sequence[GuidedSequence], batch: int | None = None) -> None:
+    def submit(
+        self, sequences: Sequence[GuidedSequence], batch: int | None = None
+    ) -> None:
         self._rows = sequences
         self._computed = None
         super().submit(sequences, batch)
@@ -82,7 +87,9 @@ class FaultyPool(InlinePool):
                 step.failed[row] = BackendError("told to fail")
             elif sequence.sequence_id in self._lost:
                 step.failed[row] = self._lost[sequence.sequence_id]
-            elif row not in step.failed and self._is_late(sequence.sequence_id, position, deadline is None):
+            elif row not in step.failed and self._is_late(
+                sequence.sequence_id, position, deadline is None
+            ):
                 late.append(row)
         return without_rows(step, late)
 
@@ -98,7 +105,11 @@ class FaultyPool(InlinePool):
     def decided(self, sequence_ids: Collection[int]) -> list[int]:
         for sequence_id in self.late.keys() & sequence_ids:
             self.late[sequence_id] -= 1
-        return [number for number in sequence_ids if self.late.get(number, 0) <= 0 or number in self._lost]
+        return [
+            number
+            for number in sequence_ids
+            if self.late.get(number, 0) <= 0 or number in self._lost
+        ]
 
     def lose(self, sequence_id: int, error: GuidedError | None = None) -> None:
         self._lost[sequence_id] = error or WorkerDied("told to die")
@@ -108,7 +119,16 @@ def without_rows(step: StepMasks, late: Collection[int]) -> StepMasks:
     """The same step, in which these rows are late, and failed rows have no mask."""
     kept: list[ReadyMasks] = []
     for part in step.ready:
-        keep = np.array([row not in late and row not in step.failed for row in part.rows.tolist()], bool)
-        kept.append(ReadyMasks(part.masks, part.slots[keep], part.rows[keep], part.seconds))
-    forced = {row: run for row, run in step.forced.items() if row not in late and row not in step.failed}
+        keep = np.array(
+            [row not in late and row not in step.failed for row in part.rows.tolist()],
+            bool,
+        )
+        kept.append(
+            ReadyMasks(part.masks, part.slots[keep], part.rows[keep], part.seconds)
+        )
+    forced = {
+        row: run
+        for row, run in step.forced.items()
+        if row not in late and row not in step.failed
+    }
     return StepMasks(kept, [*step.late, *late], step.failed, step.seconds, forced)

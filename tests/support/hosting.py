@@ -1,4 +1,5 @@
-"""The application on a real socket in this process, with access to its engine and pool, and injected faults."""
+"""The application on a real socket in this process, with access to its engine and pool,
+and injected faults."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Hosted:
     url: str
 
     def post(self, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/completions", json={"prompt": "hello", **body}, timeout=WAIT)
+        return httpx.post(
+            f"{self.url}/v1/completions", json={"prompt": "hello", **body}, timeout=WAIT
+        )
 
     def connect(self, receive_buffer: int | None = None, **body: Any) -> socket.socket:
         """Send a request on a socket. The answer is not read."""
@@ -51,18 +54,24 @@ class Hosted:
         client.connect((host, int(port)))
         content = json.dumps({"prompt": "hello", **body}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-        client.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        client.sendall(
+            f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+        )
         return client
 
     def metric(self, name: str, **labels: str) -> float:
         return self.context.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def is_empty(self) -> bool:
-        """Whether no request has left a group, block, matcher, or place in the queue."""
+        """Whether no request has left a group, block, matcher, or place in the
+        queue."""
         engine, health = self.engine.engine, self.engine.health()
         return (
             not engine.groups
-            and health.num_running == health.num_waiting == health.num_waiting_for_grammar == 0
+            and health.num_running
+            == health.num_waiting
+            == health.num_waiting_for_grammar
+            == 0
             and engine.blocks.num_free == engine.blocks.num_blocks
             and self.context.in_flight == 0
             and self.pool.freed.issuperset(self.pool.opened)
@@ -80,7 +89,8 @@ def hosted(
     unread_seconds: float = WAIT,
     **settings: Any,
 ) -> Iterator[Hosted]:
-    """Serve `model` with a `FaultyPool` until the block ends. The sockets have small buffers."""
+    """Serve `model` with a `FaultyPool` until the block ends. The sockets have small
+    buffers."""
     pool = FaultyPool(model.vocabulary)
     engine = AsyncLLM(model, pool, config or EngineConfig(max_num_seqs=8))
     server_settings = ServerSettings(model_name="tiny", **settings)
@@ -102,7 +112,9 @@ def hosted(
                 timeout_graceful_shutdown=1,
             )
         )
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="uvicorn")
+        thread = threading.Thread(
+            target=server.run, kwargs={"sockets": [listener]}, name="uvicorn"
+        )
         thread.start()
         try:
             wait_until(lambda: server.started, WAIT)

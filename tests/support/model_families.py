@@ -1,4 +1,5 @@
-"""Tiny checkpoints of the model families that people serve, with scalars and layers as published ones have.
+"""Tiny checkpoints of the model families that people serve, with scalars and layers as
+published ones have.
 
 `python -m tests.support.model_families` writes the table of docs/models.md.
 """
@@ -43,8 +44,16 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
-MIXTURE: dict[str, Any] = {**EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+MIXTURE: dict[str, Any] = {
+    **EXPERTS,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
@@ -60,7 +69,10 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
 }
-FULL_AND_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+FULL_AND_SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+}
 DELTA: dict[str, Any] = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
@@ -127,16 +139,28 @@ class Family:
 
     def config(self) -> PretrainedConfig:
         """Make the configuration."""
-        text = {**SMALL, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, **copy.deepcopy(self.text)}
+        text = {
+            **SMALL,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+            **copy.deepcopy(self.text),
+        }
         if self.others is None:
             return AutoConfig.for_model(self.model_type, **text)
-        return AutoConfig.for_model(self.model_type, text_config=text, **copy.deepcopy(self.others))
+        return AutoConfig.for_model(
+            self.model_type, text_config=text, **copy.deepcopy(self.others)
+        )
 
     def make(self) -> Any:
         """Make a model with random weights."""
         torch.manual_seed(5)
-        factory: Any = AutoModelForCausalLM if self.others is None else AutoModelForImageTextToText
-        model = factory.from_config(self.config(), dtype=torch.float32, attn_implementation="eager").eval()
+        factory: Any = (
+            AutoModelForCausalLM if self.others is None else AutoModelForImageTextToText
+        )
+        model = factory.from_config(
+            self.config(), dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 if parameter.dim() > 1 and "A_log" not in key:
@@ -158,7 +182,11 @@ def save(model: Any, path: Path, tokenizer: PreTrainedTokenizerFast) -> str:
 def describe(model: LoadedModel, layers: Iterable[tuple[Scores, Span]]) -> str:
     """Say what a served model needs, from what its layers pass to the attention."""
     scores, spans = zip(*layers, strict=True) if layers else ((), ())
-    kinds = {kind for kind, *_ in model.layout.shapes} if model.layout is not None else set()
+    kinds = (
+        {kind for kind, *_ in model.layout.shapes}
+        if model.layout is not None
+        else set()
+    )
     needs = {
         "full attention": Span() in spans,
         "sliding windows": any(span.length and not span.is_chunk for span in spans),
@@ -189,7 +217,9 @@ FAMILIES = [
         },
     ),
     Family(
-        "Llama, dynamic RoPE", "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+        "Llama, dynamic RoPE",
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
     ),
     Family("Mistral", "mistral", {"sliding_window": 8}),
     Family("Ministral", "ministral", {"head_dim": 8, **FULL_AND_SLIDING}),
@@ -209,7 +239,11 @@ FAMILIES = [
             },
         },
     ),
-    Family("Qwen 2", "qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    Family(
+        "Qwen 2",
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
     Family("Qwen 3", "qwen3", {"head_dim": 16}),
     Family("Gemma", "gemma", {"head_dim": 16}),
     Family(
@@ -273,12 +307,22 @@ FAMILIES = [
     Family(
         "VaultGemma",
         "vaultgemma",
-        {"head_dim": 16, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, **FULL_AND_SLIDING},
+        {
+            "head_dim": 16,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+            **FULL_AND_SLIDING,
+        },
     ),
     Family(
         "Granite 3",
         "granite",
-        {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 2.0},
+        {
+            "logits_scaling": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.7,
+            "embedding_multiplier": 2.0,
+        },
     ),
     Family("Command R", "cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
     Family("Command R7B", "cohere2", {"logit_scale": 0.3, **FULL_AND_SLIDING}),
@@ -287,7 +331,11 @@ FAMILIES = [
     Family(
         "Phi-4-mini",
         "phi3",
-        {"partial_rotary_factor": 1.0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+        {
+            "partial_rotary_factor": 1.0,
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 64,
+        },
     ),
     Family("OLMo", "olmo", {"clip_qkv": 0.7}),
     Family("OLMo 2", "olmo2"),
@@ -317,22 +365,48 @@ FAMILIES = [
     Family("Falcon", "falcon"),
     Family("GPT-J", "gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
     Family("MPT", "mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
-    Family("CodeGen", "codegen", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
-    Family("XGLM", "xglm", {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48}),
+    Family(
+        "CodeGen", "codegen", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+    ),
+    Family(
+        "XGLM",
+        "xglm",
+        {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48},
+    ),
     Family("Mixtral", "mixtral", EXPERTS, group="mixtures"),
     Family(
         "Qwen 2 MoE",
         "qwen2_moe",
-        {**MIXTURE, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {
+            **MIXTURE,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
         group="mixtures",
     ),
     Family("Qwen 3 MoE", "qwen3_moe", {**MIXTURE, "head_dim": 16}, group="mixtures"),
-    Family("DeepSeek V2", "deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy"}, group="mixtures"),
+    Family(
+        "DeepSeek V2",
+        "deepseek_v2",
+        {**LATENT, "topk_method": "group_limited_greedy"},
+        group="mixtures",
+    ),
     Family("DeepSeek V3", "deepseek_v3", LATENT, group="mixtures"),
-    Family("GLM 4.5", "glm4_moe", {**LATENT, "head_dim": 8, "use_qk_norm": True}, group="mixtures"),
+    Family(
+        "GLM 4.5",
+        "glm4_moe",
+        {**LATENT, "head_dim": 8, "use_qk_norm": True},
+        group="mixtures",
+    ),
     Family("MiniMax M2", "minimax_m2", {**EXPERTS, "head_dim": 16}, group="mixtures"),
     Family("OLMoE", "olmoe", {**EXPERTS, "clip_qkv": 0.7}, group="mixtures"),
-    Family("Phi-3.5-MoE", "phimoe", {**EXPERTS, "sliding_window": 8, "lm_head_bias": True}, group="mixtures"),
+    Family(
+        "Phi-3.5-MoE",
+        "phimoe",
+        {**EXPERTS, "sliding_window": 8, "lm_head_bias": True},
+        group="mixtures",
+    ),
     Family(
         "Granite 3 MoE",
         "granitemoe",
@@ -348,15 +422,31 @@ FAMILIES = [
     Family(
         "ERNIE 4.5 MoE",
         "ernie4_5_moe",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 16,
+            "moe_layer_start_index": 1,
+        },
         group="mixtures",
     ),
-    Family("HunYuan MoE", "hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}, group="mixtures"),
     Family(
-        "dots.llm1", "dots1", {**LATENT, "head_dim": 8, **FULL_AND_SLIDING, "n_shared_experts": 1}, group="mixtures"
+        "HunYuan MoE",
+        "hunyuan_v1_moe",
+        {"num_experts": 4, "moe_topk": 2, "head_dim": 16},
+        group="mixtures",
     ),
     Family(
-        "gpt-oss", "gpt_oss", {**EXPERTS, "intermediate_size": 32, "head_dim": 16, **FULL_AND_SLIDING}, group="mixtures"
+        "dots.llm1",
+        "dots1",
+        {**LATENT, "head_dim": 8, **FULL_AND_SLIDING, "n_shared_experts": 1},
+        group="mixtures",
+    ),
+    Family(
+        "gpt-oss",
+        "gpt_oss",
+        {**EXPERTS, "intermediate_size": 32, "head_dim": 16, **FULL_AND_SLIDING},
+        group="mixtures",
     ),
     Family(
         "Llama 4 (text)",
@@ -377,7 +467,10 @@ FAMILIES = [
         "Gemma 3 (vision)",
         "gemma3",
         {"head_dim": 16, **FULL_AND_SLIDING},
-        {"vision_config": {"model_type": "siglip_vision_model", **VISION}, "mm_tokens_per_image": 4},
+        {
+            "vision_config": {"model_type": "siglip_vision_model", **VISION},
+            "mm_tokens_per_image": 4,
+        },
         group="mixtures",
     ),
     Family(
@@ -394,7 +487,12 @@ FAMILIES = [
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
         {
-            "vision_config": {**VISION, "head_dim": 8, "num_key_value_heads": 2, "global_head_dim": 8},
+            "vision_config": {
+                **VISION,
+                "head_dim": 8,
+                "num_key_value_heads": 2,
+                "global_head_dim": 8,
+            },
             "audio_config": None,
         },
         group="mixtures",
@@ -417,7 +515,13 @@ FAMILIES = [
     Family(
         "Qwen 2.5 VL",
         "qwen2_5_vl",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [2, 1, 1],
+            }
+        },
         {"vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0]}},
         group="mixtures",
     ),
@@ -439,10 +543,19 @@ FAMILIES = [
         "LLaVA",
         "llava",
         {"model_type": "llama"},
-        {"vision_config": {"model_type": "clip_vision_model", **VISION}, "vision_feature_layer": -1},
+        {
+            "vision_config": {"model_type": "clip_vision_model", **VISION},
+            "vision_feature_layer": -1,
+        },
         group="mixtures",
     ),
-    Family("SmolVLM", "smolvlm", {"model_type": "llama"}, {"vision_config": VISION}, group="mixtures"),
+    Family(
+        "SmolVLM",
+        "smolvlm",
+        {"model_type": "llama"},
+        {"vision_config": VISION},
+        group="mixtures",
+    ),
     Family(
         "Llama 4",
         "llama4",
@@ -456,12 +569,29 @@ FAMILIES = [
             "attn_scale": 0.5,
             "interleave_moe_layer_step": 2,
         },
-        {"vision_config": {**VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}},
+        {
+            "vision_config": {
+                **VISION,
+                "vision_output_dim": 16,
+                "projector_input_dim": 16,
+                "projector_output_dim": 16,
+            }
+        },
         group="mixtures",
     ),
-    Family("Qwen 3.5 (vision)", "qwen3_5", {**DELTA}, {"vision_config": QWEN_VISION}, group="recurrent"),
     Family(
-        "Qwen 3.5 MoE (vision)", "qwen3_5_moe", {**DELTA, **MIXTURE}, {"vision_config": QWEN_VISION}, group="recurrent"
+        "Qwen 3.5 (vision)",
+        "qwen3_5",
+        {**DELTA},
+        {"vision_config": QWEN_VISION},
+        group="recurrent",
+    ),
+    Family(
+        "Qwen 3.5 MoE (vision)",
+        "qwen3_5_moe",
+        {**DELTA, **MIXTURE},
+        {"vision_config": QWEN_VISION},
+        group="recurrent",
     ),
     Family("Qwen 3.5", "qwen3_5_text", DELTA, group="recurrent"),
     Family("Qwen 3.5 MoE", "qwen3_5_moe_text", {**DELTA, **MIXTURE}, group="recurrent"),
@@ -515,7 +645,12 @@ FAMILIES = [
     Family(
         "Jamba",
         "jamba",
-        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8},
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+        },
         group="recurrent",
     ),
 ]
@@ -526,28 +661,51 @@ END = "<!-- end -->"
 REFUSED = "**refused**"
 NEW_TOKENS = 12
 MAX_LENGTH = 64
-PROMPTS = [[7], [37 * place % 600 + 6 for place in range(21)], [91 * place % 600 + 6 for place in range(33)]]
+PROMPTS = [
+    [7],
+    [37 * place % 600 + 6 for place in range(21)],
+    [91 * place % 600 + 6 for place in range(33)],
+]
 
 
-def serve(family: Family, path: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[Any, list[list[int]], str]:
-    """Return transformers' model, the engine's outputs, and what the family needs, for docs/models.md."""
+def serve(
+    family: Family, path: Path, tokenizer: PreTrainedTokenizerFast
+) -> tuple[Any, list[list[int]], str]:
+    """Return transformers' model, the engine's outputs, and what the family needs, for
+    docs/models.md."""
     model = family.make()
-    with mock.patch.object(gathered_attention, "_prefill", wraps=gathered_attention._prefill) as prefill:
+    with mock.patch.object(
+        gathered_attention, "_prefill", wraps=gathered_attention._prefill
+    ) as prefill:
         try:
-            loaded = load_model(save(model, path, tokenizer), device="cpu", dtype="float32", max_model_len=MAX_LENGTH)
+            loaded = load_model(
+                save(model, path, tokenizer),
+                device="cpu",
+                dtype="float32",
+                max_model_len=MAX_LENGTH,
+            )
         except UnsupportedModelError as error:
             reason = str(error).partition("can't be served: ")[2].partition(". ")[0]
             return model, [], f"{REFUSED}: {reason}"
-    # Chunks of prompts, decodes of different lengths, and a sequence that waits for a place.
-    config = EngineConfig(max_num_seqs=2, block_size=4, max_num_batched_tokens=11, max_model_len=MAX_LENGTH)
+    # Chunks of prompts, decodes of different lengths, and a sequence that waits for a
+    # place.
+    config = EngineConfig(
+        max_num_seqs=2,
+        block_size=4,
+        max_num_batched_tokens=11,
+        max_model_len=MAX_LENGTH,
+    )
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    outputs = LLM(loaded, pool="inline", config=config).generate(PROMPTS, params, use_tqdm=False)
+    outputs = LLM(loaded, pool="inline", config=config).generate(
+        PROMPTS, params, use_tqdm=False
+    )
     needs = describe(loaded, [call.args[-2:] for call in prefill.call_args_list])
     return model, [output.outputs[0].token_ids for output in outputs], needs
 
 
 def check(model: Any, prompt: list[int], tokens: list[int]) -> int:
-    """Compare with transformers' own generation. Returns how many tokens were decided clearly."""
+    """Compare with transformers' own generation. Returns how many tokens were decided
+    clearly."""
     ids = torch.tensor([prompt])
     result = model.generate(
         ids,
@@ -559,23 +717,35 @@ def check(model: Any, prompt: list[int], tokens: list[int]) -> int:
     )
     expected = result.sequences[0, len(prompt) :].tolist()
     margins = [-logits[0].topk(2).values.diff().item() for logits in result.logits]
-    clear = next((place for place, margin in enumerate(margins) if margin < TIE), len(expected))
+    clear = next(
+        (place for place, margin in enumerate(margins) if margin < TIE), len(expected)
+    )
     assert tokens[:clear] == expected[:clear]
     assert clear < len(expected) or tokens == expected
     return clear
 
 
-def check_family(family: Family, path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Compare the engine's greedy outputs with transformers', and what it needs with docs/models.md."""
+def check_family(
+    family: Family, path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Compare the engine's greedy outputs with transformers', and what it needs with
+    docs/models.md."""
     model, outputs, needs = serve(family, path, tokenizer)
     assert documented_needs()[family.entry] == needs
-    clear = sum(check(model, prompt, tokens) for prompt, tokens in zip(PROMPTS, outputs, strict=False))
+    clear = sum(
+        check(model, prompt, tokens)
+        for prompt, tokens in zip(PROMPTS, outputs, strict=False)
+    )
     assert not outputs or clear > 20, "too many ties for this to show anything"
 
 
 def cases(group: str) -> list[Any]:
     """Return the families of a group, as parameters of a test."""
-    return [pytest.param(family, id=family.title) for family in FAMILIES if family.group == group]
+    return [
+        pytest.param(family, id=family.title)
+        for family in FAMILIES
+        if family.group == group
+    ]
 
 
 def documented_needs() -> dict[str, str]:

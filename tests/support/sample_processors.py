@@ -1,5 +1,5 @@
-"""Logits processors for tests: examples from vLLM's documentation, and some that do the same as a sampling
-parameter, so that outputs can be compared."""
+"""Logits processors for tests: examples from vLLM's documentation, and some that do the
+same as a sampling parameter, so that outputs can be compared."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ Array = np.ndarray[Any, Any]
 
 
 class DummyLogitsProcessor(LogitsProcessor):
-    """Fake logit processor to support unit testing and examples. (vLLM: docs/features/custom_logitsprocs.md)"""
+    """Fake logit processor to support unit testing and examples. (vLLM:
+    docs/features/custom_logitsprocs.md)"""
 
     @classmethod
     def validate_params(cls, params: SamplingParams):
-        target_token: int | None = params.extra_args and params.extra_args.get("target_token")
+        target_token: int | None = params.extra_args and params.extra_args.get(
+            "target_token"
+        )
         if target_token is not None and not isinstance(target_token, int):
             raise ValueError(f"target_token value {target_token} is not int")
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool):
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool
+    ):
         self.req_info: dict[int, int] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -50,7 +55,9 @@ class DummyLogitsProcessor(LogitsProcessor):
         for index, params, _, _ in batch_update.added:
             assert params is not None
             self.validate_params(params)
-            if params.extra_args and (target_token := params.extra_args.get("target_token")):
+            if params.extra_args and (
+                target_token := params.extra_args.get("target_token")
+            ):
                 self.req_info[index] = target_token
             else:
                 self.req_info.pop(index, None)
@@ -75,8 +82,12 @@ class DummyLogitsProcessor(LogitsProcessor):
             return logits
 
         # Save target values before modification
-        cols = torch.tensor(list(self.req_info.values()), dtype=torch.long, device=logits.device)
-        rows = torch.tensor(list(self.req_info.keys()), dtype=torch.long, device=logits.device)
+        cols = torch.tensor(
+            list(self.req_info.values()), dtype=torch.long, device=logits.device
+        )
+        rows = torch.tensor(
+            list(self.req_info.keys()), dtype=torch.long, device=logits.device
+        )
         values_to_keep = logits[rows, cols].clone()
 
         # Mask all but target tokens
@@ -87,8 +98,8 @@ class DummyLogitsProcessor(LogitsProcessor):
 
 
 class DummyPerReqLogitsProcessor:
-    """The request-level logits processor masks out all logits except the
-    token id identified by `target_token`. (vLLM: docs/features/custom_logitsprocs.md)"""
+    """The request-level logits processor masks out all logits except the token id
+    identified by `target_token`. (vLLM: docs/features/custom_logitsprocs.md)"""
 
     def __init__(self, target_token: int) -> None:
         """Specify `target_token`"""
@@ -108,29 +119,38 @@ class WrappedPerReqLogitsProcessor(AdapterLogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+    def new_req_logits_processor(
+        self, params: SamplingParams
+    ) -> RequestLogitsProcessor | None:
         """This method returns a new request-level logits processor, customized
         to the `target_token` value associated with a particular request."""
-        target_token: Any | None = params.extra_args and params.extra_args.get("target_token")
+        target_token: Any | None = params.extra_args and params.extra_args.get(
+            "target_token"
+        )
         if target_token is None:
             return None
         return DummyPerReqLogitsProcessor(target_token)
 
 
 class Plain(LogitsProcessor):
-    """Keeps one of `extra_args` by row, and changes nothing. The base of those below."""
+    """Keeps one of `extra_args` by row, and changes nothing. The base of those
+    below."""
 
     name = ""
     after_the_mask = False
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool
+    ) -> None:
         self.values: dict[int, Any] = {}
 
     def is_argmax_invariant(self) -> bool:
         return self.after_the_mask
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self.values, batch_update, lambda params, *_: _extra(params, self.name))
+        process_dict_updates(
+            self.values, batch_update, lambda params, *_: _extra(params, self.name)
+        )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
@@ -160,7 +180,9 @@ class RevisedBias(LogitsProcessor):
 
     after_the_mask = False
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool
+    ) -> None:
         self.count = vllm_config.scheduler_config.max_num_seqs
         self.params: dict[int, SamplingParams] = {}
         self.rows: list[int] = []
@@ -178,7 +200,9 @@ class RevisedBias(LogitsProcessor):
     def remove_request(self, req_pdx: int) -> None:
         del self.params[req_pdx]
 
-    def update_state(self, index_mapping: Array | None, token_ids: Array, seq_lens: Array) -> None:
+    def update_state(
+        self, index_mapping: Array | None, token_ids: Array, seq_lens: Array
+    ) -> None:
         if index_mapping is not None:
             self.rows = index_mapping.tolist()
 
@@ -188,7 +212,9 @@ class RevisedBias(LogitsProcessor):
 
     def extras(self, name: str) -> dict[int, Any]:
         """One of `extra_args` by row, of the requests that have it."""
-        found = {row: _extra(self.params[index], name) for row, index in enumerate(self.rows)}
+        found = {
+            row: _extra(self.params[index], name) for row, index in enumerate(self.rows)
+        }
         return {row: value for row, value in found.items() if value is not None}
 
 
@@ -219,13 +245,16 @@ def _cut(logits: torch.Tensor, min_p: dict[int, float]) -> torch.Tensor:
 
 
 class Poisonable(Plain):
-    """Raises for requests with `poison` in `extra_args`, in the method that it names, after it has overwritten the
-    logits, or returns what is wrong. `made` counts its instances."""
+    """Raises for requests with `poison` in `extra_args`, in the method that it names,
+    after it has overwritten the logits, or returns what is wrong. `made` counts its
+    instances."""
 
     name = "poison"
     made = 0
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool
+    ) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
         type(self).made += 1
 
@@ -256,7 +285,9 @@ class RevisedPoisonable(RevisedBias):
         super().add_request(req_info)
         self._raise("add_request", [req_info[2]])
 
-    def update_state(self, index_mapping: Array | None, token_ids: Array, seq_lens: Array) -> None:
+    def update_state(
+        self, index_mapping: Array | None, token_ids: Array, seq_lens: Array
+    ) -> None:
         super().update_state(index_mapping, token_ids, seq_lens)
         self._raise("update_state", self.rows)
 
@@ -272,7 +303,9 @@ class RevisedPoisonable(RevisedBias):
 class CantBeMade(Plain):
     """Its constructor raises."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool
+    ) -> None:
         raise OSError("no such file")
 
 
@@ -296,8 +329,12 @@ class HangsAtAdmission(Plain):
 class EchoLogitsProcessor(WrappedPerReqLogitsProcessor):
     """A callable with prompt ids that repeats the prompt. It returns a new tensor."""
 
-    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        def echo(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def new_req_logits_processor(
+        self, params: SamplingParams
+    ) -> RequestLogitsProcessor | None:
+        def echo(
+            prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor
+        ) -> torch.Tensor:
             forced = torch.full_like(logits, float("-inf"))
             forced[prompt_ids[len(output_ids) % len(prompt_ids)]] = 0.0
             return forced

@@ -1,4 +1,5 @@
-"""Run Python scripts in forks of one process that has imported torch and transformers, which takes seconds a time."""
+"""Run Python scripts in forks of one process that has imported torch and transformers,
+which takes seconds a time."""
 
 from __future__ import annotations
 
@@ -34,13 +35,23 @@ class ScriptHost:
     """The process. Its forks import from the checkout."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "120",
+        }
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", _HOST],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def run(self, script: Path, folder: Path) -> str:
-        """Run a script in a folder and return what it prints. Fails if its exit status is not 0."""
+        """Run a script in a folder and return what it prints. Fails if its exit status
+        is not 0."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([str(script), str(folder)]) + "\n")

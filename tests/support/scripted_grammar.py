@@ -18,7 +18,8 @@ STOP = 0
 
 
 class ScriptedMatcher(Matcher):
-    """A matcher by the tokens that may follow. Subclasses say which those are, and which outputs are complete."""
+    """A matcher by the tokens that may follow. Subclasses say which those are, and
+    which outputs are complete."""
 
     stop_ids: Collection[int] = (STOP,)
 
@@ -28,11 +29,18 @@ class ScriptedMatcher(Matcher):
 
     def _next(self) -> Collection[int]:
         here = len(self.tokens)
-        return {s[here] for s in self.grammar.sentences if s[:here] == self.tokens and len(s) > here}
+        return {
+            s[here]
+            for s in self.grammar.sentences
+            if s[:here] == self.tokens and len(s) > here
+        }
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
-            if self.is_terminated() or not (token in self._next() or (token in self.stop_ids and self.is_accepting())):
+            if self.is_terminated() or not (
+                token in self._next()
+                or (token in self.stop_ids and self.is_accepting())
+            ):
                 raise TokenRejected(f"token {token} is not allowed here")
             self.tokens.append(token)
 
@@ -64,10 +72,14 @@ class ScriptedMatcher(Matcher):
 
 
 class ScriptedGrammar(CompiledGrammar):
-    """A grammar that accepts exactly `sentences`. Its matchers can fail at a position."""
+    """A grammar that accepts exactly `sentences`. Its matchers can fail at a
+    position."""
 
     def __init__(
-        self, sentences: Sequence[Sequence[int]], fail_at: int | None = None, failure: BaseException | None = None
+        self,
+        sentences: Sequence[Sequence[int]],
+        fail_at: int | None = None,
+        failure: BaseException | None = None,
     ) -> None:
         self.failure = failure or ValueError("the library raised")
         self.sentences = [list(sentence) for sentence in sentences]
@@ -81,7 +93,8 @@ class ScriptedGrammar(CompiledGrammar):
 
 
 class SlowGrammar(ScriptedGrammar):
-    """The mask at position `slow_at` comes when `release` is set; `reached` says that it was asked for.
+    """The mask at position `slow_at` comes when `release` is set; `reached` says that
+    it was asked for.
 
     Forks of its matchers are quick.
     """

@@ -33,7 +33,11 @@ class ServerProcess:
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels, 0 without one."""
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
-        return sum(map(float, re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)))
+        return sum(
+            map(
+                float, re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+            )
+        )
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Stop the process and return its exit status."""
@@ -54,13 +58,26 @@ def serving(*arguments: str, **environment: str) -> Iterator[ServerProcess]:
     `GUIDED_PYTHON` is the server's interpreter, if it is not that of the tests.
     """
     python = os.environ.get("GUIDED_PYTHON", sys.executable)
-    command = [python, "-c", "from engine.server.cli import main; main()", "serve", "--port", "0", *arguments]
+    command = [
+        python,
+        "-c",
+        "from engine.server.cli import main; main()",
+        "serve",
+        "--port",
+        "0",
+        *arguments,
+    ]
     process = subprocess.Popen(
         command,
         stderr=subprocess.STDOUT,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **environment,
+        },
     )
     server = ServerProcess(process)
     ready = threading.Event()
@@ -105,7 +122,8 @@ def named_events(text: str) -> list[dict[str, Any]]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Poll until the condition is true, with a tenth of a CPU. Fails the test after `seconds`."""
+    """Poll until the condition is true, with a tenth of a CPU. Fails the test after
+    `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         began = time.thread_time()

@@ -1,4 +1,5 @@
-"""Mask actors on threads, with real channels, slot tables and step servers, and a dispatcher for them, without Ray.
+"""Mask actors on threads, with real channels, slot tables and step servers, and a
+dispatcher for them, without Ray.
 
 The death of such an actor is a lost connection.
 """
@@ -38,14 +39,20 @@ _living: list[ThreadActor] = []
 class ConnectedPair:
     """Both ends of a channel, and the slot table between them."""
 
-    def __init__(self, *, slots: int = 8, index: int = 0, max_cache_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, *, slots: int = 8, index: int = 0, max_cache_bytes: int = 1 << 20
+    ) -> None:
         self.channel = Channel()
-        self.end, self.grammars, self.workers_table = connect(self.channel.name, slots, WORDS)
+        self.end, self.grammars, self.workers_table = connect(
+            self.channel.name, slots, WORDS
+        )
         self.table = self.channel.accept(10, slots, WORDS)
         weakref.finalize(self, self.grammars.close)
         weakref.finalize(self, self.end.close)
         name = f"mask worker {index}"
-        self.connection = WorkerConnection(name, os.getpid(), self.channel, self.table, max_cache_bytes)
+        self.connection = WorkerConnection(
+            name, os.getpid(), self.channel, self.table, max_cache_bytes
+        )
 
     def receive_grammar(self) -> Any:
         """Wait for the next grammar."""
@@ -68,9 +75,16 @@ class ThreadActor:
     """A worker with grammars, served by a `StepServer` for as long as the test runs."""
 
     def __init__(
-        self, grammars: Mapping[str, CompiledGrammar], *, slots: int = 8, index: int = 0, max_cache_bytes: int = 1 << 20
+        self,
+        grammars: Mapping[str, CompiledGrammar],
+        *,
+        slots: int = 8,
+        index: int = 0,
+        max_cache_bytes: int = 1 << 20,
     ) -> None:
-        self.pair = ConnectedPair(slots=slots, index=index, max_cache_bytes=max_cache_bytes)
+        self.pair = ConnectedPair(
+            slots=slots, index=index, max_cache_bytes=max_cache_bytes
+        )
         self.connection = self.pair.connection
         self.worker = MaskWorker(BYTES)
         self.backend = ScriptedBackend(grammars)
@@ -78,7 +92,15 @@ class ThreadActor:
         self.ended = threading.Event()
         """The server has given up: the process of a real actor ends here."""
         backends, pair = {"scripted": self.backend}, self.pair
-        StepServer(self.worker, backends, pair.end, pair.receive_grammar, self.table, False, self._give_up).start()
+        StepServer(
+            self.worker,
+            backends,
+            pair.end,
+            pair.receive_grammar,
+            self.table,
+            False,
+            self._give_up,
+        ).start()
         _living.append(self)
 
     def _give_up(self) -> None:
@@ -93,9 +115,16 @@ def close_all() -> None:
 
 
 class Cluster:
-    """A dispatcher with actors that know the grammars `fast` and `slow`. Opens sequences by number and runs steps."""
+    """A dispatcher with actors that know the grammars `fast` and `slow`. Opens
+    sequences by number and runs steps."""
 
-    def __init__(self, number: int = 2, slots: int = 8, max_cache_bytes: int = 1 << 20, **options: Any) -> None:
+    def __init__(
+        self,
+        number: int = 2,
+        slots: int = 8,
+        max_cache_bytes: int = 1 << 20,
+        **options: Any,
+    ) -> None:
         self.dispatcher = Dispatcher(**{"pool_wait": 30.0, "max_replays": 0, **options})
         self.slow = SlowGrammar(ABC, slow_at=1)
         self.actors: list[ThreadActor] = []
@@ -105,11 +134,16 @@ class Cluster:
         for _ in range(number):
             self.join(slots)
 
-    def open(self, *numbers: int, grammar: str | Grammar = "fast", text: str = "") -> None:
+    def open(
+        self, *numbers: int, grammar: str | Grammar = "fast", text: str = ""
+    ) -> None:
         for number in numbers:
             sequence = GuidedSequence(f"request-{number}", number, tokens(text))
             self.sequences[number] = sequence
-            self.dispatcher.open(sequence, grammar_named(grammar) if isinstance(grammar, str) else grammar)
+            self.dispatcher.open(
+                sequence,
+                grammar_named(grammar) if isinstance(grammar, str) else grammar,
+            )
 
     def submit(self, *outputs: tuple[int, str]) -> None:
         """Begin a step of sequences, each with its whole output."""
@@ -121,32 +155,49 @@ class Cluster:
     def collect(self, deadline: float | None = None) -> list[Outcome]:
         return outcomes(self.dispatcher.collect(deadline), self._num_rows)
 
-    def step(self, *outputs: tuple[int, str], deadline: float | None = None) -> list[Outcome]:
+    def step(
+        self, *outputs: tuple[int, str], deadline: float | None = None
+    ) -> list[Outcome]:
         self.submit(*outputs)
         return self.collect(deadline)
 
     def join(self, slots: int = 8) -> ThreadActor:
         grammars = {"fast": ScriptedGrammar(ABC), "slow": self.slow}
         size = self._max_cache_bytes
-        actor = ThreadActor(grammars, slots=slots, index=len(self.actors), max_cache_bytes=size)
+        actor = ThreadActor(
+            grammars, slots=slots, index=len(self.actors), max_cache_bytes=size
+        )
         self.actors.append(actor)
         self.dispatcher.announce(partial(self.dispatcher.add, actor.connection))
         return actor
 
     def on(self, index: int) -> set[int]:
         """The sequences that are open on an actor."""
-        return {state.sequence.sequence_id for state in self.actors[index].connection.sequences.values()}
+        return {
+            state.sequence.sequence_id
+            for state in self.actors[index].connection.sequences.values()
+        }
 
     def where(self, number: int) -> int:
-        (index,) = [index for index in range(len(self.actors)) if number in self.on(index)]
+        (index,) = [
+            index for index in range(len(self.actors)) if number in self.on(index)
+        ]
         return index
 
     def end(self, index: int, hung: bool = False) -> None:
         connection = self.actors[index].connection
-        end = partial(self.dispatcher.end, connection, WorkerDied(f"worker {index} died"))
+        end = partial(
+            self.dispatcher.end, connection, WorkerDied(f"worker {index} died")
+        )
         if hung:
             works = connection.work()[:1]
-            end = partial(self.dispatcher.end, connection, MaskTimeout(f"worker {index} hung"), "fill", works)
+            end = partial(
+                self.dispatcher.end,
+                connection,
+                MaskTimeout(f"worker {index} hung"),
+                "fill",
+                works,
+            )
         self.dispatcher.announce(end)
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""Prompts, constraints and a reference for transformers' `generate()`, and checks of what it generates."""
+"""Prompts, constraints and a reference for transformers' `generate()`, and checks of
+what it generates."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from guided.vocabulary import Vocabulary
 
 SCHEMA = {
     "type": "object",
-    "properties": {"n": {"enum": [1, 20, 300]}, "s": {"type": "string", "maxLength": 4}, "b": {"type": "boolean"}},
+    "properties": {
+        "n": {"enum": [1, 20, 300]},
+        "s": {"type": "string", "maxLength": 4},
+        "b": {"type": "boolean"},
+    },
     "required": ["n", "s", "b"],
     "additionalProperties": False,
 }
@@ -34,16 +39,30 @@ CONSTRAINTS = [
     Constraint.choice(WORDS),
     Constraint.grammar(SUM),
 ]
-PROMPTS = ["As JSON: ", "The quick brown fox jumps over the lazy dog on ", "Just a text", "So?", "Count: "]
+PROMPTS = [
+    "As JSON: ",
+    "The quick brown fox jumps over the lazy dog on ",
+    "Just a text",
+    "So?",
+    "Count: ",
+]
 TOKENS = 60
 
 
 class Replaying(LogitsProcessor):
-    """The reference: a new matcher for every row at every step, which accepts the whole history."""
+    """The reference: a new matcher for every row at every step, which accepts the whole
+    history."""
 
-    def __init__(self, vocabulary: Vocabulary, constraints: Sequence[Constraint | None], length: int) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        constraints: Sequence[Constraint | None],
+        length: int,
+    ) -> None:
         backends = Backends(vocabulary)["llguidance"]
-        self.grammars: list[CompiledGrammar | None] = [one and backends.compile(one) for one in constraints]
+        self.grammars: list[CompiledGrammar | None] = [
+            one and backends.compile(one) for one in constraints
+        ]
         self.vocabulary = vocabulary
         self.length = length
 
@@ -66,22 +85,36 @@ class Replaying(LogitsProcessor):
         matcher.accept_tokens(tokens)
         bitmask = np.zeros(-(-vocabulary.padded_vocab_size // 32), np.int32)
         matcher.fill_bitmask(bitmask)
-        found[sorted(set(allowed_ids(bitmask).tolist()) & set(vocabulary.text_token_ids))] = True
+        found[
+            sorted(set(allowed_ids(bitmask).tolist()) & set(vocabulary.text_token_ids))
+        ] = True
         found[stop] = matcher.is_accepting()
         return found
 
 
-def inputs(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> dict[str, Any]:
+def inputs(
+    tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]
+) -> dict[str, Any]:
     """A batch, padded on the left."""
-    return dict(tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left"))
+    return dict(
+        tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
+    )
 
 
-def outputs(vocabulary: Vocabulary, sequences: torch.Tensor, length: int) -> list[tuple[str, bool]]:
+def outputs(
+    vocabulary: Vocabulary, sequences: torch.Tensor, length: int
+) -> list[tuple[str, bool]]:
     """Each row's text and whether it ended by itself."""
     found = []
     for tokens in sequences[:, length:].tolist():
-        ends = [place for place, token in enumerate(tokens) if token in vocabulary.stop_token_ids]
-        text = vocabulary.decode(tokens[: ends[0]] if ends else tokens).decode("utf-8", "replace")
+        ends = [
+            place
+            for place, token in enumerate(tokens)
+            if token in vocabulary.stop_token_ids
+        ]
+        text = vocabulary.decode(tokens[: ends[0]] if ends else tokens).decode(
+            "utf-8", "replace"
+        )
         found.append((text, bool(ends)))
     return found
 

@@ -30,7 +30,10 @@ ENVIRONMENT = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "default")  # warnings of vLLM itself
-    for name, value in ENVIRONMENT.items():  # read when vLLM is imported, which is later
+    for (
+        name,
+        value,
+    ) in ENVIRONMENT.items():  # read when vLLM is imported, which is later
         os.environ.setdefault(name, value)
 
 
@@ -42,11 +45,14 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def vllm_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vllm_model(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A Llama without weights and the tokenizer of 600 tokens; 640 logits.
 
-    Like many chat models, it has two tokens that end an output. The weights that vLLM makes up (`load_format="dummy"`)
-    are so small that all tokens are about equally probable.
+    Like many chat models, it has two tokens that end an output. The weights that vLLM
+    makes up (`load_format="dummy"`) are so small that all tokens are about equally
+    probable.
     """
     path = tmp_path_factory.mktemp("vllm-llama")
     config = LlamaConfig(
@@ -65,14 +71,24 @@ def vllm_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest
     )
     config.save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
-    ends = [tiny_tokenizer.eos_token_id, tiny_tokenizer.convert_tokens_to_ids(ALSO_ENDS)]
+    ends = [
+        tiny_tokenizer.eos_token_id,
+        tiny_tokenizer.convert_tokens_to_ids(ALSO_ENDS),
+    ]
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return path
 
 
 @pytest.fixture(scope="session")
 def server(vllm_model: Path) -> Iterator[Server]:
-    """One server for many tests. It has few blocks: eight long requests don't fit, so some are preempted."""
+    """One server for many tests. It has few blocks: eight long requests don't fit, so
+    some are preempted."""
     few_blocks = ("--block-size", "32", "--num-gpu-blocks-override", "40")
-    with serving_vllm(vllm_model, *few_blocks, "--enable-auto-tool-choice", "--tool-call-parser", "hermes") as server:
+    with serving_vllm(
+        vllm_model,
+        *few_blocks,
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
+    ) as server:
         yield server

@@ -62,7 +62,12 @@ def matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
-def own(name: str, is_valid: Callable[[str], bool], backend: str | None = None, **outputs: Any) -> Wanted:
+def own(
+    name: str,
+    is_valid: Callable[[str], bool],
+    backend: str | None = None,
+    **outputs: Any,
+) -> Wanted:
     """A request with these `structured_outputs`."""
     extra = {} if backend is None else {"vllm_xargs": {"guided_backend": backend}}
     return Wanted(name, {"structured_outputs": outputs, **extra}, is_valid)
@@ -79,19 +84,29 @@ KINDS = [
     own("lark", matches(NUMBERS), grammar=LARK),
     own(
         "structural tag",
-        lambda text: satisfies(SCHEMA)(text.removeprefix("<person>").removesuffix("</person>")),
+        lambda text: satisfies(SCHEMA)(
+            text.removeprefix("<person>").removesuffix("</person>")
+        ),
         structural_tag=json.dumps({"type": "structural_tag", "format": TAG}),
     ),
     Wanted(
         "response_format",
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "person", "schema": SCHEMA},
+            }
+        },
         satisfies(SCHEMA),
     ),
 ]
 BACKENDS = [
     one
     for backend in ("guidance", "xgrammar", "outlines", "lm-format-enforcer")
-    for one in (own(f"schema {backend}", satisfies(SMALL), backend, json=SMALL), regex(DATE, backend))
+    for one in (
+        own(f"schema {backend}", satisfies(SMALL), backend, json=SMALL),
+        regex(DATE, backend),
+    )
     if one.name.startswith("schema") or backend != "lm-format-enforcer"
 ]
 LONG = regex("[a-z ]{350}")

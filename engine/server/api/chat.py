@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions, and /v1/check: admission and compilation of a chat request, without its answer."""
+"""POST /v1/chat/completions, and /v1/check: admission and compilation of a chat
+request, without its answer."""
 
 from __future__ import annotations
 
@@ -25,14 +26,17 @@ from guided.json_text import JsonObject
 from guided.tools.output_parser import Piece
 
 MAX_TRIES = 16
-"""Number of times that a job is built again with a part of a schema left out. After that, the schemas of functions that
-are not strict are not enforced at all."""
+"""Number of times that a job is built again with a part of a schema left out. After
+that, the schemas of functions that are not strict are not enforced at all."""
 router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", responses=RESPONSES)
-def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> JobResponse:
-    """Answer a chat, constrained or not. A stream begins once the constraint is compiled."""
+def create_chat_completion(
+    body: ChatRequest, request: Request, context: Context
+) -> JobResponse:
+    """Answer a chat, constrained or not. A stream begins once the constraint is
+    compiled."""
     kind = _ChatAnswer
     if body.functions:
         kind = _FunctionsAnswer
@@ -40,7 +44,8 @@ def create_chat_completion(body: ChatRequest, request: Request, context: Context
 
 
 class CheckedRequest(BaseModel, use_attribute_docstrings=True):
-    """The report on a request that is accepted, which means that its constraint is compiled."""
+    """The report on a request that is accepted, which means that its constraint is
+    compiled."""
 
     guided: GuidedInfo | None = None
     compile_seconds: float
@@ -50,12 +55,23 @@ class CheckedRequest(BaseModel, use_attribute_docstrings=True):
 
 @router.post("/v1/check", response_model=CheckedRequest)
 def check_request(body: ChatRequest, request: Request, context: Context) -> JobResponse:
-    """Take a chat request through admission and compilation only. A refused request gets its error."""
+    """Take a chat request through admission and compilation only. A refused request
+    gets its error."""
     body.stream = False
-    return JobResponse(_CheckAnswer, _chat_job(body, request, context, at_admission=True), request, context)
+    return JobResponse(
+        _CheckAnswer,
+        _chat_job(body, request, context, at_admission=True),
+        request,
+        context,
+    )
 
 
-def _chat_job(body: ChatRequest, request: Request, context: ServerContext, at_admission: bool = False) -> Job:
+def _chat_job(
+    body: ChatRequest,
+    request: Request,
+    context: ServerContext,
+    at_admission: bool = False,
+) -> Job:
     names = request.state.field_names
     names |= {"prompt": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
@@ -68,8 +84,11 @@ def _chat_job(body: ChatRequest, request: Request, context: ServerContext, at_ad
     return build_job(body, context, "chatcmpl-", request.state.request_id, at_admission)
 
 
-def build_job_that_fits(body: ChatRequest, context: ServerContext, prefix: str, http_id: str) -> Job:
-    """Build the job of a chat in which `max_tokens` may be more than the rest of the context."""
+def build_job_that_fits(
+    body: ChatRequest, context: ServerContext, prefix: str, http_id: str
+) -> Job:
+    """Build the job of a chat in which `max_tokens` may be more than the rest of the
+    context."""
     build = partial(build_job, body, context, prefix, http_id)
     try:
         return build()
@@ -78,22 +97,36 @@ def build_job_that_fits(body: ChatRequest, context: ServerContext, prefix: str, 
         return build()
 
 
-def build_job(body: ChatRequest, context: ServerContext, prefix: str, http_id: str, at_admission: bool = False) -> Job:
-    """Build the job of a chat. Its `request_id` begins with `prefix`. The other arguments are fields of `Job`."""
+def build_job(
+    body: ChatRequest,
+    context: ServerContext,
+    prefix: str,
+    http_id: str,
+    at_admission: bool = False,
+) -> Job:
+    """Build the job of a chat. Its `request_id` begins with `prefix`. The other
+    arguments are fields of `Job`."""
     jobs = _jobs(body, context, f"{prefix}{uuid.uuid4().hex}", http_id, at_admission)
     return replace(next(jobs), relax=jobs.send)
 
 
 def _jobs(
-    body: ChatRequest, context: ServerContext, request_id: str, http_id: str, at_admission: bool
+    body: ChatRequest,
+    context: ServerContext,
+    request_id: str,
+    http_id: str,
+    at_admission: bool,
 ) -> Generator[Job, InvalidConstraint, None]:
-    """Yield the job of a chat. For each error sent, yield the job without the parts of schemas that errors named.
+    """Yield the job of a chat. For each error sent, yield the job without the parts of
+    schemas that errors named.
 
     Raises an error that names no schema of a function that is not strict.
     """
     requested = requested_constraint(body, context.settings)
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
+        raise InvalidRequest(
+            "top_logprobs requires logprobs: true", param="top_logprobs"
+        )
     logprobs = None
     if body.logprobs:
         logprobs = body.top_logprobs or 0
@@ -102,13 +135,17 @@ def _jobs(
         limit = body.max_tokens
     check_size(context, body, 1, limit, logprobs)
     prompt = encode_body(context, body, body.messages)
-    body = body.model_copy(update={"messages": []})  # the generator keeps the body, which may be large
+    body = body.model_copy(
+        update={"messages": []}
+    )  # the generator keeps the body, which may be large
     refused: dict[str, list[str]] = {}
     tries = 0
     while True:
         calls = requested_calls(body, context, requested, refused)
         form = output_form(body, context, requested, calls, prompt)
-        params = sampling_params(body, requested, form, max_tokens=limit, logprobs=logprobs, context=context)
+        params = sampling_params(
+            body, requested, form, max_tokens=limit, logprobs=logprobs, context=context
+        )
         job = Job(
             request_id,
             http_id,
@@ -131,8 +168,8 @@ def _jobs(
 
 
 _CALLS = {"call": ("function", "arguments"), "custom": ("custom", "input")}
-"""Kind of the piece that begins a call -> type of the call, and the field of its text. The pieces that follow have the
-name of this field as their kind."""
+"""Kind of the piece that begins a call -> type of the call, and the field of its text.
+The pieces that follow have the name of this field as their kind."""
 _OWNERS = {field: kind for kind, field in _CALLS.values()}
 """Field of the text of a call -> type of the call."""
 
@@ -152,7 +189,11 @@ class _ChatAnswer(ChoicesAnswer):
                 texts[piece.kind] += piece.text
             else:
                 calls[piece.index][_OWNERS[piece.kind]][piece.kind] += piece.text
-        message: JsonObject = {"role": "assistant", "content": texts["text"], "refusal": None}
+        message: JsonObject = {
+            "role": "assistant",
+            "content": texts["text"],
+            "refusal": None,
+        }
         if texts["reasoning"]:
             message["reasoning_content"] = texts["reasoning"]
         if calls:
@@ -162,7 +203,11 @@ class _ChatAnswer(ChoicesAnswer):
 
     def _call(self, piece: Piece) -> JsonObject:
         kind, field = _CALLS[piece.kind]
-        return {"id": self.job.new_call_id(), "type": kind, kind: {"name": piece.text, field: ""}}
+        return {
+            "id": self.job.new_call_id(),
+            "type": kind,
+            kind: {"name": piece.text, field: ""},
+        }
 
     def part(self, piece: Piece) -> JsonObject:
         return {"delta": self.delta(piece)}
@@ -177,7 +222,11 @@ class _ChatAnswer(ChoicesAnswer):
             case "call" | "custom":
                 return {"tool_calls": [{"index": piece.index, **self._call(piece)}]}
             case field:
-                return {"tool_calls": [{"index": piece.index, _OWNERS[field]: {field: piece.text}}]}
+                return {
+                    "tool_calls": [
+                        {"index": piece.index, _OWNERS[field]: {field: piece.text}}
+                    ]
+                }
 
     def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
         parser = self.parsers[index]
@@ -189,7 +238,9 @@ class _ChatAnswer(ChoicesAnswer):
     def opening(self, index: int) -> JsonObject:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> JsonObject | None:
+    def logprobs(
+        self, index: int, output: CompletionOutput, which: slice
+    ) -> JsonObject | None:
         if output.logprobs is None:
             return None
         places = range(len(output.token_ids))[which]
@@ -197,7 +248,8 @@ class _ChatAnswer(ChoicesAnswer):
 
 
 class _FunctionsAnswer(_ChatAnswer):
-    """The answer to a request with `functions`, the former name of tools: a message has one `function_call`."""
+    """The answer to a request with `functions`, the former name of tools: a message has
+    one `function_call`."""
 
     def message(self, index: int, pieces: Sequence[Piece]) -> JsonObject:
         message = super().message(index, pieces)["message"]
@@ -225,5 +277,7 @@ class _CheckAnswer(_ChatAnswer):
         [first] = finished
         prompt_tokens = len(first.prompt_token_ids)
         seconds = first.compile_seconds
-        checked = CheckedRequest(guided=self.guided, compile_seconds=seconds, prompt_tokens=prompt_tokens)
+        checked = CheckedRequest(
+            guided=self.guided, compile_seconds=seconds, prompt_tokens=prompt_tokens
+        )
         return checked.model_dump_json(exclude_none=True).encode()

@@ -15,7 +15,13 @@ from engine.server.api.routes import RESPONSES, BodyRoute, JobResponse
 from engine.server.context import Context, ServerContext
 from engine.server.request.bodies import CompletionRequest
 from engine.server.request.constraints import requested_constraint
-from engine.server.request.job import Job, OutputForm, check_size, ignored_fields, sampling_params
+from engine.server.request.job import (
+    Job,
+    OutputForm,
+    check_size,
+    ignored_fields,
+    sampling_params,
+)
 from engine.server.request.prompts import encode
 from guided.errors import InvalidRequest
 from guided.json_text import JsonObject
@@ -25,9 +31,16 @@ router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
 
 @router.post("/v1/completions", responses=RESPONSES)
-def create_completion(body: CompletionRequest, request: Request, context: Context) -> JobResponse:
+def create_completion(
+    body: CompletionRequest, request: Request, context: Context
+) -> JobResponse:
     """Continue one or several prompts, constrained or not."""
-    return JobResponse(_TextAnswer, _build_job(body, context, request.state.request_id), request, context)
+    return JobResponse(
+        _TextAnswer,
+        _build_job(body, context, request.state.request_id),
+        request,
+        context,
+    )
 
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
@@ -35,14 +48,18 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     if not body.prompt and not isinstance(body.prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     if body.echo and body.logprobs is not None:
-        raise InvalidRequest("echo is not available with logprobs, which are those of the output only", param="echo")
+        raise InvalidRequest(
+            "echo is not available with logprobs, which are those of the output only",
+            param="echo",
+        )
     sent: Sequence[Any] = body.prompt
     is_one = isinstance(sent, str) or isinstance(sent[0], int)
     if is_one:
         sent = [sent]
     max_tokens = body.max_tokens
     if max_tokens is None and requested.constraint is None:
-        # OpenAI's default, but not with a constraint, where it would cut off most answers.
+        # OpenAI's default, but not with a constraint, where it would cut off most
+        # answers.
         max_tokens = 16
     check_size(context, body, len(sent), max_tokens, body.logprobs)
     prompts = []
@@ -52,14 +69,32 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
             param = f"prompt[{number}]"
         tokens = prompt  # the engine checks the ids
         if isinstance(prompt, str):
-            tokens = encode(context, prompt, add_special_tokens=body.add_special_tokens, param=param)
+            tokens = encode(
+                context, prompt, add_special_tokens=body.add_special_tokens, param=param
+            )
         prompts.append(tokens)
     if body.max_tokens is None and max_tokens is not None:
-        max_tokens = max(1, min(max_tokens, context.llm.max_model_len - max(map(len, prompts))))
+        max_tokens = max(
+            1, min(max_tokens, context.llm.max_model_len - max(map(len, prompts)))
+        )
     form = OutputForm(requested.constraint)
-    params = sampling_params(body, requested, form, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
+    params = sampling_params(
+        body,
+        requested,
+        form,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        context=context,
+    )
     job = Job(
-        *(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, body.stream, body.reported),
+        *(
+            f"cmpl-{uuid.uuid4().hex}",
+            http_id,
+            prompts,
+            params,
+            body.stream,
+            body.reported,
+        ),
         form=form,
         ignored=ignored_fields(body, requested, form),
     ).admitted(context)
@@ -96,27 +131,36 @@ class _TextAnswer(ChoicesAnswer):
     def part(self, piece: Piece) -> JsonObject:
         return {"text": piece.text}
 
-    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> JsonObject | None:
-        """Build OpenAI's older shape. `text_offset` is the place of a token in the text, in characters.
+    def logprobs(
+        self, index: int, output: CompletionOutput, which: slice
+    ) -> JsonObject | None:
+        """Build OpenAI's older shape. `text_offset` is the place of a token in the
+        text, in characters.
 
-        A token that begins inside a character has the offset of that character. A token without text has the offset of
-        the text after it.
+        A token that begins inside a character has the offset of that character. A token
+        without text has the offset of the text after it.
         """
         if output.logprobs is None:
             return None
         rows = [row for row in output.logprobs[which] if row is not None]
         offsets = [self._places[index].add(token) for token in output.token_ids[which]]
-        if output.finish_reason is not None:  # stop strings and incomplete characters are not in the text
+        if (
+            output.finish_reason is not None
+        ):  # stop strings and incomplete characters are not in the text
             offsets = [min(offset, len(output.text)) for offset in offsets]
         return {
             "tokens": [self.written(token) for token in output.token_ids[which]],
             "token_logprobs": [finite(row.own) for row in rows],
-            "top_logprobs": [{self.written(token): logprob for token, logprob in ranked(row)} for row in rows],
+            "top_logprobs": [
+                {self.written(token): logprob for token, logprob in ranked(row)}
+                for row in rows
+            ],
             "text_offset": offsets,
         }
 
     def _echoed(self, index: int) -> str:
-        """Return the text of the choice's prompt if the request has `echo`, else an empty text."""
+        """Return the text of the choice's prompt if the request has `echo`, else an
+        empty text."""
         if self.job.echoed:
             return self.job.echoed[index // self.job.params.n]
         return ""

@@ -1,4 +1,5 @@
-"""GET /health and /health/live: 200 or 503. `/health` shows the state of the mask pool."""
+"""GET /health and /health/live: 200 or 503. `/health` shows the state of the mask
+pool."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class PoolHealth(BaseModel):
     """The reason why dead actors are not replaced; null if they are replaced."""
     compiling: int
     quarantined: list[str]
-    """Hashes of the constraints that are refused because they have ended several actors."""
+    """Hashes of the constraints that are refused because they have ended several
+    actors."""
     backends: list[BackendStatus]
     actors: list[WorkerStatus] = Field(validation_alias="workers")
 
@@ -35,7 +37,8 @@ class Health(Liveness):
 
 @router.get("/health", responses={503: {"model": Health}})
 async def health(response: Response, context: Context) -> Health:
-    """Report whether the engine runs and at least one mask actor is up. `degraded`: not all of them are up."""
+    """Report whether the engine runs and at least one mask actor is up. `degraded`: not
+    all of them are up."""
     health = context.llm.health()
     reason = None
     if context.shutting_down:
@@ -65,7 +68,9 @@ async def live(response: Response, context: Context) -> Liveness:
     return Liveness(status=_status(reason, response), reason=reason)
 
 
-def _status(reason: str | None, response: Response) -> Literal["ok", "degraded", "unavailable"]:
+def _status(
+    reason: str | None, response: Response
+) -> Literal["ok", "degraded", "unavailable"]:
     """Return the status of the body, and set the status of the response."""
     if reason is None:
         return "ok"

@@ -1,6 +1,8 @@
-"""POST /v1/messages and /v1/messages/count_tokens: a chat in the shape of Anthropic's API, without state on the server.
+"""POST /v1/messages and /v1/messages/count_tokens: a chat in the shape of Anthropic's
+API, without state on the server.
 
-The request is translated to a chat. The output of the chat becomes content blocks, and events about them.
+The request is translated to a chat. The output of the chat becomes content blocks, and
+events about them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ from engine.server.request.bodies import (
     offered,
     thinking_variables,
 )
-from engine.server.request.fields import Body, FormatHolder, Many, NonEmpty, ResponseFormat
+from engine.server.request.fields import (
+    Body,
+    FormatHolder,
+    Many,
+    NonEmpty,
+    ResponseFormat,
+)
 from engine.server.request.job import Job
 from guided.errors import GuidedError, InvalidRequest
 from guided.json_text import JsonObject
@@ -48,7 +56,9 @@ EXAMPLE = {
     "model": DEFAULT_MODEL,
     "messages": CHAT_EXAMPLE["messages"],
     "max_tokens": 200,
-    "output_config": {"format": {"type": "json_schema", "schema": CHAT_EXAMPLE["json_schema"]}},
+    "output_config": {
+        "format": {"type": "json_schema", "schema": CHAT_EXAMPLE["json_schema"]}
+    },
 }
 
 
@@ -76,7 +86,10 @@ class Block(TypedBody):
 
     def as_call(self) -> ToolCall:
         """Return the call of a chat that a block of the type `tool_use` describes."""
-        return ToolCall(id=self.id, function=CalledFunction(name=self.name or "", arguments=self.input or {}))
+        return ToolCall(
+            id=self.id,
+            function=CalledFunction(name=self.name or "", arguments=self.input or {}),
+        )
 
 
 class InputMessage(Body):
@@ -92,18 +105,27 @@ class InputMessage(Body):
         return content
 
     def for_chat(self) -> Iterator[Message]:
-        """Yield the messages of a chat, in which each result of a tool is a separate message."""
-        for is_result, group in groupby(self.content, lambda block: block.type == "tool_result"):
+        """Yield the messages of a chat, in which each result of a tool is a separate
+        message."""
+        for is_result, group in groupby(
+            self.content, lambda block: block.type == "tool_result"
+        ):
             blocks = list(group)
             if is_result:
                 for block in blocks:
-                    yield Message(role="tool", tool_call_id=block.tool_use_id, content=joined(block.content))
+                    yield Message(
+                        role="tool",
+                        tool_call_id=block.tool_use_id,
+                        content=joined(block.content),
+                    )
                 continue
             message = Message.model_construct(role=self.role, content=None)
             texts = [block for block in blocks if block.type == "text"]
             if texts:
                 message.content = joined(texts)
-            message.reasoning_content = "".join(block.thinking or "" for block in blocks) or None
+            message.reasoning_content = (
+                "".join(block.thinking or "" for block in blocks) or None
+            )
             calls = [block for block in blocks if block.type == "tool_use"]
             message.tool_calls = [block.as_call() for block in calls] or None
             yield message
@@ -146,7 +168,8 @@ class OutputConfig(FormatHolder):
     path = "output_config"
     format: ResponseFormat | None = None
     effort: str | None = None
-    """Effort of the thinking phase, which the chat template gets as `reasoning_effort`."""
+    """Effort of the thinking phase, which the chat template gets as
+    `reasoning_effort`."""
 
 
 class CountTokensRequest(GenerationRequest):
@@ -171,7 +194,8 @@ class CountTokensRequest(GenerationRequest):
     best_of: Literal[1] | None = None
 
     def as_chat(self, thinks: bool) -> ChatRequest:
-        """Return the chat with the same meaning. `thinks`: the model has a thinking phase."""
+        """Return the chat with the same meaning. `thinks`: the model has a thinking
+        phase."""
         fields = self.fields_of(GenerationRequest)
         config = self.output_config or OutputConfig()
         choice = self.tool_choice or ToolChoice()
@@ -194,7 +218,10 @@ class CountTokensRequest(GenerationRequest):
             messages.append(Message(role="system", content=joined(self.system)))
         for message in self.messages:
             messages += message.for_chat()
-        continued = self.messages[-1].role == "assistant" and self.messages[-1].content[-1].type == "text"
+        continued = (
+            self.messages[-1].role == "assistant"
+            and self.messages[-1].content[-1].type == "text"
+        )
         return ChatRequest.model_construct(
             **fields,
             messages=messages,
@@ -203,7 +230,10 @@ class CountTokensRequest(GenerationRequest):
             max_tokens=self.max_tokens,
             chat_template_kwargs={**variables, **(self.chat_template_kwargs or {})},
             reasoning_effort=config.effort,
-            tools=[Tool.model_construct(type="function", function=tool) for tool in offered(self.tools).values()],
+            tools=[
+                Tool.model_construct(type="function", function=tool)
+                for tool in offered(self.tools).values()
+            ],
             tool_choice=choice.for_chat(),
             parallel_tool_calls=not choice.disable_parallel_tool_use,
         )
@@ -239,27 +269,41 @@ router = APIRouter(tags=["generation"], route_class=BodyRoute, responses=_ERRORS
 
 
 @router.post(MESSAGES_PATH, responses=RESPONSES)
-def create_message(body: MessagesRequest, request: Request, context: Context) -> JobResponse:
+def create_message(
+    body: MessagesRequest, request: Request, context: Context
+) -> JobResponse:
     """Answer a chat in the shape of Anthropic's API. The server stores nothing."""
     return JobResponse(_MessageAnswer, _job(body, request, context), request, context)
 
 
 @router.post(f"{MESSAGES_PATH}/count_tokens")
-def count_tokens(body: CountTokensRequest, request: Request, context: Context) -> InputTokens:
+def count_tokens(
+    body: CountTokensRequest, request: Request, context: Context
+) -> InputTokens:
     """Count the tokens of a message's prompt."""
     return InputTokens(input_tokens=len(_job(body, request, context).prompts[0]))
 
 
 def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> Job:
     if body.thread is not None:
-        message = "the server stores no conversations: send all messages, without thread"
-        raise InvalidRequest(message, param="thread", code="thread_unsupported_request")  # clients then send all
+        message = (
+            "the server stores no conversations: send all messages, without thread"
+        )
+        raise InvalidRequest(
+            message, param="thread", code="thread_unsupported_request"
+        )  # clients then send all
     names = request.state.field_names
     names |= {"prompt": "messages", "stop": "stop_sequences"}
     config = body.output_config or OutputConfig()
-    for field, form in (("output_config.format", config.format), ("output_format", body.output_format)):
+    for field, form in (
+        ("output_config.format", config.format),
+        ("output_format", body.output_format),
+    ):
         if form is not None:
-            names |= {"response_format.json_schema.schema": f"{field}.schema", "response_format": field}
+            names |= {
+                "response_format.json_schema.schema": f"{field}.schema",
+                "response_format": field,
+            }
             break
     for index, place in enumerate(offered(body.tools)):
         names[f"tools[{index}].function.name"] = f"tools[{place}].name"
@@ -282,7 +326,8 @@ _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""Kind of a block -> the type of the delta that adds text to it, and the field of this text."""
+"""Kind of a block -> the type of the delta that adds text to it, and the field of this
+text."""
 
 
 class _MessageAnswer(PartsAnswer):
@@ -290,12 +335,20 @@ class _MessageAnswer(PartsAnswer):
 
     def first_events(self) -> Events:
         usage = {"input_tokens": len(self.job.prompts[0]), "output_tokens": 0}
-        yield {"type": "message_start", "message": self._message(usage=usage, guided=self.guided_info())}
+        yield {
+            "type": "message_start",
+            "message": self._message(usage=usage, guided=self.guided_info()),
+        }
 
     def last_events(self, finished: Finished) -> Events:
         message = self.ended(finished)
         stop = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-        yield {"type": "message_delta", "delta": stop, "usage": message["usage"], "guided": message["guided"]}
+        yield {
+            "type": "message_delta",
+            "delta": stop,
+            "usage": message["usage"],
+            "guided": message["guided"],
+        }
         yield {"type": "message_stop"}
 
     def failure(self, error: GuidedError) -> JsonObject:
@@ -316,12 +369,18 @@ class _MessageAnswer(PartsAnswer):
         block = self.parts[-1]
         match self.open.kind:
             case "call":
-                with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off has no input
+                with contextlib.suppress(
+                    ValueError, RecursionError
+                ):  # a call that was cut off has no input
                     block["input"] = json.loads(self.text)
             case "reasoning":
-                # Clients drop thoughts without a signature. The server does not read the signature when they come back.
+                # Clients drop thoughts without a signature. The server does not read
+                # the signature when they come back.
                 block |= {"thinking": self.text, "signature": self.job.request_id}
-                yield self._event("delta", delta={"type": "signature_delta", "signature": self.job.request_id})
+                yield self._event(
+                    "delta",
+                    delta={"type": "signature_delta", "signature": self.job.request_id},
+                )
             case _:
                 block["text"] = self.text
         yield self._event("stop")
@@ -333,7 +392,8 @@ class _MessageAnswer(PartsAnswer):
         message = self._message(
             stop_reason=self._stop_reason(completion),
             usage={
-                "input_tokens": counted["prompt_tokens"] - cached,  # Anthropic counts cached tokens separately
+                "input_tokens": counted["prompt_tokens"]
+                - cached,  # Anthropic counts cached tokens separately
                 "cache_read_input_tokens": cached,
                 "cache_creation_input_tokens": 0,
                 "output_tokens": counted["completion_tokens"],

@@ -42,13 +42,22 @@ async def get_version() -> dict[str, str]:
 
 
 @tokenization.post("/tokenize")
-def tokenize(body: TokenizeRequest, request: Request, context: Context) -> TokenizeResponse:
+def tokenize(
+    body: TokenizeRequest, request: Request, context: Context
+) -> TokenizeResponse:
     """Return the token ids of a prompt, or of chat messages in the chat template."""
     if body.messages is None:
-        tokens = encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens, param="prompt")
+        tokens = encode(
+            context,
+            body.prompt or "",
+            add_special_tokens=body.add_special_tokens,
+            param="prompt",
+        )
     else:
         tokens = encode_body(context, body, body.messages)
-    answer = TokenizeResponse(count=len(tokens), max_model_len=context.llm.max_model_len, tokens=tokens)
+    answer = TokenizeResponse(
+        count=len(tokens), max_model_len=context.llm.max_model_len, tokens=tokens
+    )
     if body.return_token_strs:
         answer.token_strs = list(map(context.texts.of, tokens))
     if request.state.ignored:
@@ -57,7 +66,9 @@ def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Token
 
 
 @tokenization.post("/detokenize")
-def detokenize(body: DetokenizeRequest, request: Request, context: Context) -> DetokenizeResponse:
+def detokenize(
+    body: DetokenizeRequest, request: Request, context: Context
+) -> DetokenizeResponse:
     """Return the text of token ids, special tokens included."""
     size = context.llm.model.vocabulary.padded_vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)

@@ -1,6 +1,8 @@
-"""POST /api/chat, /api/generate and /api/show, GET /api/tags and /api/version: Ollama's API.
+"""POST /api/chat, /api/generate and /api/show, GET /api/tags and /api/version: Ollama's
+API.
 
-A request is translated to a chat. The output of the chat becomes lines of JSON, or one object with their fields joined.
+A request is translated to a chat. The output of the chat becomes lines of JSON, or one
+object with their fields joined.
 """
 
 from __future__ import annotations
@@ -38,11 +40,16 @@ _OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
 
 class OllamaRequest(ChatRequest):
-    """Body of `POST /api/chat`. Without messages, the answer says that the model is loaded."""
+    """Body of `POST /api/chat`. Without messages, the answer says that the model is
+    loaded."""
 
     place: ClassVar[str] = "messages"
     """The name of the field that holds the prompt."""
-    unused: ClassVar[Collection[str]] = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
+    unused: ClassVar[Collection[str]] = (
+        "prompt_logprobs",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+    )
     messages: Many[Message] = Field(default=[])
     stream: bool = True
     """Whether the answer is a stream of lines of JSON."""
@@ -60,7 +67,8 @@ class OllamaRequest(ChatRequest):
 
     @classmethod
     def gathered(cls, data: JsonObject, names: MutableMapping[str, str]) -> JsonObject:
-        """Move `options` into the body. Its own fields have priority. Replace `format` "json" by `json_object`."""
+        """Move `options` into the body. Its own fields have priority. Replace `format`
+        "json" by `json_object`."""
         data = super().gathered(data, names)
         options = data.get("options")
         if not isinstance(options, dict):
@@ -72,7 +80,9 @@ class OllamaRequest(ChatRequest):
                 data[field] = value
                 names[field] = f"options.{name}"
         if data.get("format") in ("json", ""):
-            data["json_object"] = data.pop("format") == "json" or data.get("json_object")
+            data["json_object"] = data.pop("format") == "json" or data.get(
+                "json_object"
+            )
             names["json_object"] = names.get("format", "format")
         return data
 
@@ -80,12 +90,16 @@ class OllamaRequest(ChatRequest):
         """Set the fields of a chat. `thinks`: the model has a thinking phase."""
         if self.think is not None:
             on = self.think is not False
-            self.chat_template_kwargs = {**thinking_variables(on), **(self.chat_template_kwargs or {})}
+            self.chat_template_kwargs = {
+                **thinking_variables(on),
+                **(self.chat_template_kwargs or {}),
+            }
             if isinstance(self.think, str):
                 self.reasoning_effort = self.think
             if thinks and not on:
                 self.max_reasoning_tokens = 0
-        # Ollama's clients send no ids of calls. The results are in the order of the calls.
+        # Ollama's clients send no ids of calls. The results are in the order of the
+        # calls.
         calls = count()
         results = count()
         for message in self.messages:
@@ -96,13 +110,15 @@ class OllamaRequest(ChatRequest):
 
 
 class GenerateRequest(OllamaRequest):
-    """Body of `POST /api/generate`. Without a prompt, the answer says that the model is loaded."""
+    """Body of `POST /api/generate`. Without a prompt, the answer says that the model is
+    loaded."""
 
     place = "prompt"
     unused = (*OllamaRequest.unused, "messages")
     prompt: str = ""
     system: str | None = None
-    # These fields are refused. Use /v1/completions for prompts without a template, and /api/chat for conversations.
+    # These fields are refused. Use /v1/completions for prompts without a template, and
+    # /api/chat for conversations.
     raw: Literal[False] = False
     template: None = None
     context: None = None
@@ -128,12 +144,16 @@ class OllamaError(BaseModel):
 
 
 _ERRORS: RouteResponses = {status: {"model": OllamaError} for status in ("4XX", "5XX")}
-router = APIRouter(prefix=OLLAMA_PATH, tags=["generation"], route_class=BodyRoute, responses=_ERRORS)
+router = APIRouter(
+    prefix=OLLAMA_PATH, tags=["generation"], route_class=BodyRoute, responses=_ERRORS
+)
 models = APIRouter(prefix=OLLAMA_PATH, tags=["models"], responses=_ERRORS)
 
 
 @router.post("/generate", responses=_RESPONSES)
-def answer_prompt(body: GenerateRequest, request: Request, context: Context) -> Response:
+def answer_prompt(
+    body: GenerateRequest, request: Request, context: Context
+) -> Response:
     """Answer a prompt in the shape of Ollama's API."""
     return answer_chat(body, request, context)
 
@@ -163,8 +183,14 @@ def get_version() -> dict[str, str]:
 def list_models(context: Context) -> JsonObject:
     """List the served model, as Ollama does."""
     name = context.settings.model_name
-    digest = hashlib.sha256(name.encode()).hexdigest()  # clients show its first characters
-    return {"models": [{"name": name, "model": name, "digest": digest, **_described(context)}]}
+    digest = hashlib.sha256(
+        name.encode()
+    ).hexdigest()  # clients show its first characters
+    return {
+        "models": [
+            {"name": name, "model": name, "digest": digest, **_described(context)}
+        ]
+    }
 
 
 @router.post("/show")
@@ -179,7 +205,10 @@ def show_model(body: ShowRequest, request: Request, context: Context) -> Respons
     description = {
         **_described(context),
         "template": context.llm.tokenizer.chat_template or "",
-        "model_info": {"general.architecture": family, f"{family}.context_length": context.llm.max_model_len},
+        "model_info": {
+            "general.architecture": family,
+            f"{family}.context_length": context.llm.max_model_len,
+        },
         "capabilities": capabilities,
     }
     return JSONResponse(description)
@@ -196,7 +225,8 @@ _FIELDS = {"text": "content", "reasoning": "thinking"}
 
 @dataclass
 class _OllamaAnswer(PartsAnswer):
-    """An answer of Ollama's API. The parts are fields of its lines: `content`, `thinking`, `tool_calls`, `logprobs`."""
+    """An answer of Ollama's API. The parts are fields of its lines: `content`,
+    `thinking`, `tool_calls`, `logprobs`."""
 
     stream_type = "application/x-ndjson"
 
@@ -227,9 +257,17 @@ class _OllamaAnswer(PartsAnswer):
 
     def close(self, completion: CompletionOutput | None) -> Events:
         if self.open.kind == "call":
-            with contextlib.suppress(ValueError, RecursionError):  # a call that was cut off is left out
+            with contextlib.suppress(
+                ValueError, RecursionError
+            ):  # a call that was cut off is left out
                 function = {"name": self.open.text, "arguments": json.loads(self.text)}
-                self.parts.append({"tool_calls": [{"id": self.job.new_call_id(), "function": function}]})
+                self.parts.append(
+                    {
+                        "tool_calls": [
+                            {"id": self.job.new_call_id(), "function": function}
+                        ]
+                    }
+                )
                 yield self._line(self.parts[-1])
 
     def ended(self, finished: Finished) -> JsonObject:
@@ -251,9 +289,13 @@ class _OllamaAnswer(PartsAnswer):
         return _record(self.context, _shaped(self.place, **part), done=done, **fields)
 
 
-def _shaped(place: str, content: str = "", logprobs: Any = None, **others: Any) -> JsonObject:
+def _shaped(
+    place: str, content: str = "", logprobs: Any = None, **others: Any
+) -> JsonObject:
     """Return a part of the output in the shape for messages, or for a prompt."""
-    shaped: JsonObject = {"message": {"role": "assistant", "content": content, **others}}
+    shaped: JsonObject = {
+        "message": {"role": "assistant", "content": content, **others}
+    }
     if place == "prompt":
         shaped = {"response": content, **others}
     if logprobs is not None:
@@ -262,11 +304,17 @@ def _shaped(place: str, content: str = "", logprobs: Any = None, **others: Any) 
 
 
 def _record(context: ServerContext, shaped: JsonObject, **fields: Any) -> JsonObject:
-    return {"model": context.settings.model_name, "created_at": _written(time.time()), **shaped, **fields}
+    return {
+        "model": context.settings.model_name,
+        "created_at": _written(time.time()),
+        **shaped,
+        **fields,
+    }
 
 
 def _durations(times: RequestMetrics | None) -> dict[str, int]:
-    """Return the times of a request in nanoseconds. `load_duration` is the time until its constraint was compiled."""
+    """Return the times of a request in nanoseconds. `load_duration` is the time until
+    its constraint was compiled."""
     if times is None:
         return {}
     ended = times.finished_time or time.monotonic()

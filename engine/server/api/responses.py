@@ -1,6 +1,8 @@
-"""POST /v1/responses: a chat in the shape of OpenAI's newer API, without state on the server.
+"""POST /v1/responses: a chat in the shape of OpenAI's newer API, without state on the
+server.
 
-The request is translated to a chat. The output of the chat becomes items, and events about them.
+The request is translated to a chat. The output of the chat becomes items, and events
+about them.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ from engine.server.request.bodies import (
     joined,
     offered,
 )
-from engine.server.request.fields import Body, FormatHolder, Many, NonEmpty, ResponseFormat
+from engine.server.request.fields import (
+    Body,
+    FormatHolder,
+    Many,
+    NonEmpty,
+    ResponseFormat,
+)
 from engine.server.request.job import Job
 from guided.errors import GuidedError, error_body
 from guided.json_text import JsonObject
@@ -45,7 +53,13 @@ from guided.tools.output_parser import Piece
 
 EXAMPLE = {
     "input": CHAT_EXAMPLE["messages"][0]["content"],
-    "text": {"format": {"type": "json_schema", "name": "person", "schema": CHAT_EXAMPLE["json_schema"]}},
+    "text": {
+        "format": {
+            "type": "json_schema",
+            "name": "person",
+            "schema": CHAT_EXAMPLE["json_schema"],
+        }
+    },
 }
 
 
@@ -59,7 +73,8 @@ class InputPart(Body):
 
 
 class InputItem(TypedBody):
-    """A message, a call, the output of a call, or thoughts. Clients can send the items of an answer back unchanged."""
+    """A message, a call, the output of a call, or thoughts. Clients can send the items
+    of an answer back unchanged."""
 
     required: ClassVar = {
         "message": ("role", "content"),
@@ -70,7 +85,12 @@ class InputItem(TypedBody):
         "reasoning": (),
     }
     type: Literal[
-        "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
     ] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Many[InputPart] | None = None
@@ -106,7 +126,10 @@ class FunctionTool(OfferedTool):
     @classmethod
     def _check_type(cls, kind: str) -> str:
         if kind not in ("function", "custom") and not is_hosted(kind):
-            raise PydanticCustomError("literal_error", "it is 'function' or 'custom', or that of a hosted tool")
+            raise PydanticCustomError(
+                "literal_error",
+                "it is 'function' or 'custom', or that of a hosted tool",
+            )
         return kind
 
 
@@ -131,7 +154,9 @@ class ResponsesRequest(TurnRequest, json_schema_extra={"examples": [EXAMPLE]}):
     best_of: Literal[1] | None = None
     resample: Literal[False] | None = None
 
-    @field_validator("input", mode="before", json_schema_input_type=str | list[InputItem])
+    @field_validator(
+        "input", mode="before", json_schema_input_type=str | list[InputItem]
+    )
     @classmethod
     def _as_items(cls, content: Any) -> Any:
         if isinstance(content, str):
@@ -149,13 +174,18 @@ class ResponsesRequest(TurnRequest, json_schema_extra={"examples": [EXAMPLE]}):
             **same,
             messages=list(self._messages()),
             max_tokens=self.max_output_tokens,
-            logprobs="message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs),
+            logprobs="message.output_text.logprobs" in (self.include or ())
+            or bool(self.top_logprobs),
             top_logprobs=self.top_logprobs,
-            tools=[Tool(type=tool.type, function=tool.model_copy()) for tool in offered(self.tools).values()],
+            tools=[
+                Tool(type=tool.type, function=tool.model_copy())
+                for tool in offered(self.tools).values()
+            ],
         )
 
     def _messages(self) -> Iterator[Message]:
-        """Yield the messages of the chat. The thoughts, texts and calls of one turn form one message."""
+        """Yield the messages of the chat. The thoughts, texts and calls of one turn
+        form one message."""
         if self.instructions is not None:
             yield Message(role="system", content=self.instructions)
         for of_model, items in groupby(self.input, lambda item: item.is_of_model):
@@ -181,9 +211,13 @@ def _turn(items: Sequence[InputItem]) -> Message:
         if item.type == "message":
             texts.append(joined(item.content))
         elif item.type == "reasoning":
-            turn.reasoning_content = (turn.reasoning_content or "") + joined(item.content or item.summary)
+            turn.reasoning_content = (turn.reasoning_content or "") + joined(
+                item.content or item.summary
+            )
         else:
-            called = CalledFunction(name=item.name or "", arguments=item.arguments or "", input=item.input)
+            called = CalledFunction(
+                name=item.name or "", arguments=item.arguments or "", input=item.input
+            )
             calls.append(ToolCall(id=item.call_id, function=called))
     if texts:
         turn.content = "\n".join(filter(None, texts))
@@ -195,10 +229,15 @@ router = APIRouter(tags=["generation"], route_class=BodyRoute)
 
 
 @router.post("/v1/responses", responses=RESPONSES)
-def create_response(body: ResponsesRequest, request: Request, context: Context) -> JobResponse:
-    """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
+def create_response(
+    body: ResponsesRequest, request: Request, context: Context
+) -> JobResponse:
+    """Answer a chat in the shape of OpenAI's Responses API. The server stores
+    nothing."""
     job = _job(body, request, context)
-    return JobResponse(partial(_ResponseAnswer, settings=_settings(body, job)), job, request, context)
+    return JobResponse(
+        partial(_ResponseAnswer, settings=_settings(body, job)), job, request, context
+    )
 
 
 class InputTokenCount(BaseModel):
@@ -207,16 +246,26 @@ class InputTokenCount(BaseModel):
 
 
 @router.post("/v1/responses/input_tokens")
-def count_input_tokens(body: ResponsesRequest, request: Request, context: Context) -> InputTokenCount:
+def count_input_tokens(
+    body: ResponsesRequest, request: Request, context: Context
+) -> InputTokenCount:
     """Count the tokens of a response's prompt."""
     return InputTokenCount(input_tokens=len(_job(body, request, context).prompts[0]))
 
 
 def _job(body: ResponsesRequest, request: Request, context: ServerContext) -> Job:
     names = request.state.field_names
-    names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+    names |= {
+        "messages": "input",
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+        "logprobs": "top_logprobs",
+    }
     if body.text is not None and body.text.format is not None:
-        names |= {"response_format.json_schema.schema": "text.format.schema", "response_format": "text.format"}
+        names |= {
+            "response_format.json_schema.schema": "text.format.schema",
+            "response_format": "text.format",
+        }
     for index, (place, tool) in enumerate(offered(body.tools).items()):
         for field in ("name", "format", "parameters"):
             names[f"tools[{index}].{tool.type}.{field}"] = f"tools[{place}].{field}"
@@ -232,7 +281,10 @@ def _settings(body: ResponsesRequest, job: Job) -> JsonObject:
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "reasoning": {
+            "effort": body.reasoning and body.reasoning.effort,
+            "summary": None,
+        },
         "store": False,
         "temperature": job.params.temperature,
         "text": text,
@@ -253,18 +305,34 @@ class _ItemKind(NamedTuple):
     events: str
     """First part of the names of the events about the item's text."""
     part: JsonObject | None = None
-    """Constant fields of the item's only content part. None: the item is a call, which has the text in a field."""
+    """Constant fields of the item's only content part. None: the item is a call, which
+    has the text in a field."""
     field: str = "text"
-    """Field of the text in the item or its content part, and in the event that ends the text."""
+    """Field of the text in the item or its content part, and in the event that ends the
+    text."""
 
 
 _TEXT = {"type": "output_text", "annotations": []}
 _THOUGHT = {"type": "reasoning_text"}
 _KINDS = {
-    "text": _ItemKind({"type": "message", "role": "assistant"}, "msg", "response.output_text", _TEXT),
-    "reasoning": _ItemKind({"type": "reasoning", "summary": []}, "rs", "response.reasoning_text", _THOUGHT),
-    "call": _ItemKind({"type": "function_call"}, "fc", "response.function_call_arguments", field="arguments"),
-    "custom": _ItemKind({"type": "custom_tool_call"}, "ctc", "response.custom_tool_call_input", field="input"),
+    "text": _ItemKind(
+        {"type": "message", "role": "assistant"}, "msg", "response.output_text", _TEXT
+    ),
+    "reasoning": _ItemKind(
+        {"type": "reasoning", "summary": []}, "rs", "response.reasoning_text", _THOUGHT
+    ),
+    "call": _ItemKind(
+        {"type": "function_call"},
+        "fc",
+        "response.function_call_arguments",
+        field="arguments",
+    ),
+    "custom": _ItemKind(
+        {"type": "custom_tool_call"},
+        "ctc",
+        "response.custom_tool_call_input",
+        field="input",
+    ),
 }
 """Kind of the piece that begins an item -> kind of the item."""
 
@@ -284,7 +352,10 @@ class _ResponseAnswer(PartsAnswer):
 
     def first_events(self) -> Events:
         for status in ("created", "in_progress"):
-            yield {"type": f"response.{status}", "response": self._response("in_progress")}
+            yield {
+                "type": f"response.{status}",
+                "response": self._response("in_progress"),
+            }
 
     def last_events(self, finished: Finished) -> Events:
         response = self.ended(finished)
@@ -299,20 +370,32 @@ class _ResponseAnswer(PartsAnswer):
 
     def begin(self, piece: Piece) -> Events:
         kind = _KINDS[piece.kind]
-        item = {"id": f"{kind.prefix}_{uuid.uuid4().hex}", **kind.item, "status": "in_progress"}
+        item = {
+            "id": f"{kind.prefix}_{uuid.uuid4().hex}",
+            **kind.item,
+            "status": "in_progress",
+        }
         if kind.part is None:
-            item |= {"call_id": self.job.new_call_id(), "name": piece.text, kind.field: ""}
+            item |= {
+                "call_id": self.job.new_call_id(),
+                "name": piece.text,
+                kind.field: "",
+            }
         else:
             item |= {"content": []}
         self.parts.append(item)
         self._logprobs = []
         yield self._about_item("response.output_item.added", item=item)
         if kind.part is not None:
-            yield self._about_text("response.content_part.added", part={**kind.part, kind.field: ""})
+            yield self._about_text(
+                "response.content_part.added", part={**kind.part, kind.field: ""}
+            )
 
     def grow(self, text: str, logprobs: list[JsonObject]) -> Events:
         self._logprobs += logprobs
-        yield self._about_text(f"{self._kind.events}.delta", delta=text, logprobs=logprobs)
+        yield self._about_text(
+            f"{self._kind.events}.delta", delta=text, logprobs=logprobs
+        )
 
     def close(self, completion: CompletionOutput | None) -> Events:
         kind = self._kind
@@ -336,12 +419,19 @@ class _ResponseAnswer(PartsAnswer):
         counted = usage_of(finished)
         usage = {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": {
+                **counted["prompt_tokens_details"],
+                "cache_write_tokens": 0,
+            },
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_thinking_tokens(completion)},
+            "output_tokens_details": {
+                "reasoning_tokens": self._num_thinking_tokens(completion)
+            },
             "total_tokens": counted["total_tokens"],
         }
-        response = self._response(status, usage=usage, guided=self.guided_info(finished, [completion]))
+        response = self._response(
+            status, usage=usage, guided=self.guided_info(finished, [completion])
+        )
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return response

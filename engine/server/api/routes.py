@@ -1,12 +1,16 @@
-"""BodyRoute: reads the body of a request, in stages from cheap to expensive. JobResponse: runs the job of the request.
+"""BodyRoute: reads the body of a request, in stages from cheap to expensive.
+JobResponse: runs the job of the request.
 
 1. Size: the middleware counts the bytes (`middleware.py`).
-2. JSON within limits: number of values, nesting, length of numbers, duplicate keys (`guided.json_text`).
+2. JSON within limits: number of values, nesting, length of numbers, duplicate keys
+   (`guided.json_text`).
 3. Shape (`request/bodies.py`).
-4. Meaning: the constraint, the number of outputs, the sampling parameters, the prompt's tokens.
+4. Meaning: the constraint, the number of outputs, the sampling parameters, the prompt's
+   tokens.
 
-Stages 2 to 4 run in a worker thread, because they may be slow. Compilation runs in processes that can be killed.
-A stream that fails after its first event ends with `Answer.failure` and without `[DONE]`.
+Stages 2 to 4 run in a worker thread, because they may be slow. Compilation runs in
+processes that can be killed. A stream that fails after its first event ends with
+`Answer.failure` and without `[DONE]`.
 """
 
 from __future__ import annotations
@@ -28,7 +32,12 @@ from starlette.types import Receive, Scope, Send
 from engine.outputs import RequestOutput
 from engine.server.api.answers import Answer
 from engine.server.context import ServerContext
-from engine.server.http_errors import OLLAMA_PATH, FieldNames, RequestTimeout, shape_error
+from engine.server.http_errors import (
+    OLLAMA_PATH,
+    FieldNames,
+    RequestTimeout,
+    shape_error,
+)
 from engine.server.request.bodies import GuidedInfo
 from engine.server.request.job import Job, Outputs, guided_info, outputs_of, report
 from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest
@@ -37,18 +46,21 @@ from guided.json_text import JsonError, JsonTooLarge, loads
 logger = logging.getLogger("guided.server")
 
 _BODY_LIMITS = {"max_values": 200_000, "max_nesting": 256, "max_members": 25_000}
-"""Limits of a body. The nesting is below the depth of Python's stack, and above the limit of a schema: that error is
-more specific. Parsing 25,000 members (keys, objects, arrays) holds the GIL for a tenth of a second."""
+"""Limits of a body. The nesting is below the depth of Python's stack, and above the
+limit of a schema: that error is more specific. Parsing 25,000 members (keys, objects,
+arrays) holds the GIL for a tenth of a second."""
 _SMALL_BODY = 64 << 10
-"""Size in bytes above which `ServerContext.large_bodies` limits how many bodies are read at the same time. Chunked
-bodies count as large."""
+"""Size in bytes above which `ServerContext.large_bodies` limits how many bodies are
+read at the same time. Chunked bodies count as large."""
 
 
 class BodyRoute(APIRoute):
-    """A route for endpoints that are functions of `(body, request, context)` and run in a worker thread.
+    """A route for endpoints that are functions of `(body, request, context)` and run in
+    a worker thread.
 
-    The body has passed stages 2 and 3. The endpoint returns a model or a response. The API documentation lists it like
-    any other endpoint. `request.state.field_names` are the `FieldNames` of the request, to which endpoints add.
+    The body has passed stages 2 and 3. The endpoint returns a model or a response. The
+    API documentation lists it like any other endpoint. `request.state.field_names` are
+    the `FieldNames` of the request, to which endpoints add.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -86,42 +98,65 @@ async def _raw_body(request: Request, seconds: float) -> bytes:
         async with asyncio.timeout(seconds):
             return await request.body()
     except TimeoutError:
-        raise RequestTimeout(f"the body of the request did not arrive within {seconds:g} s") from None
+        raise RequestTimeout(
+            f"the body of the request did not arrive within {seconds:g} s"
+        ) from None
 
 
-def parse(raw: bytes, request: Request, body_type: type[BaseModel], context: ServerContext) -> Any:
-    """Take a body through stages 2 and 3. `request.state.ignored` receives the names of fields that have no effect."""
-    # Examples in Ollama's docs send no content type. Browsers send an origin, and must not skip the preflight request.
-    is_plain = request.url.path.startswith(OLLAMA_PATH) and "origin" not in request.headers
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def parse(
+    raw: bytes, request: Request, body_type: type[BaseModel], context: ServerContext
+) -> Any:
+    """Take a body through stages 2 and 3. `request.state.ignored` receives the names of
+    fields that have no effect."""
+    # Examples in Ollama's docs send no content type. Browsers send an origin, and must
+    # not skip the preflight request.
+    is_plain = (
+        request.url.path.startswith(OLLAMA_PATH) and "origin" not in request.headers
+    )
+    content_type = (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    )
     if content_type != "application/json" and not is_plain:
-        raise InvalidRequest("the body must be a JSON object (content-type: application/json)")
+        raise InvalidRequest(
+            "the body must be a JSON object (content-type: application/json)"
+        )
     try:
         data = loads(raw, **_BODY_LIMITS, constants=True)
     except JsonTooLarge as error:
-        raise InvalidRequest(f"the body is over a limit: {error}", code="body_too_complex") from None
+        raise InvalidRequest(
+            f"the body is over a limit: {error}", code="body_too_complex"
+        ) from None
     except JsonError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}", code="invalid_json") from None
+        raise InvalidRequest(
+            f"the body is not JSON: {error}", code="invalid_json"
+        ) from None
     try:
         if context.settings.strict_fields:
             ignored = None
         else:
             ignored = request.state.ignored
-        return body_type.model_validate(data, context={"ignored": ignored, "names": request.state.field_names})
+        return body_type.model_validate(
+            data, context={"ignored": ignored, "names": request.state.field_names}
+        )
     except ValidationError as error:
-        raise shape_error(error.errors(include_url=False, include_input=False)) from None
+        raise shape_error(
+            error.errors(include_url=False, include_input=False)
+        ) from None
 
 
 RouteResponses = dict[int | str, dict[str, Any]]
 """The type of the argument `responses` of routes, for the documentation page."""
 _ANSWER = "An answer as the API's own documentation says, or its events (`stream`), plus `guided`: how it was made."
-RESPONSES: RouteResponses = {200: {"description": _ANSWER, "content": {"text/event-stream": {}}}}
+RESPONSES: RouteResponses = {
+    200: {"description": _ANSWER, "content": {"text/event-stream": {}}}
+}
 """The argument `responses` of routes that run a job."""
 
 
 @dataclass(eq=False)
 class JobResponse(Response):
-    """Runs a job and sends its answer, or a stream. The job is aborted when the client disconnects."""
+    """Runs a job and sends its answer, or a stream. The job is aborted when the client
+    disconnects."""
 
     _make_answer: Callable[[ServerContext, Job, GuidedInfo | None], Answer]
     _job: Job
@@ -135,7 +170,8 @@ class JobResponse(Response):
         state.ignored += map(state.field_names.of, self._job.ignored)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the job and send the answer. Raises the error of a job that fails before the first byte of its answer."""
+        """Run the job and send the answer. Raises the error of a job that fails before
+        the first byte of its answer."""
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -167,15 +203,24 @@ class JobResponse(Response):
                         first = await anext(outputs)
                         guided = guided_info(job, first[1], state.field_names)
                         if state.ignored:
-                            guided = (guided or GuidedInfo()).model_copy(update={"ignored": state.ignored})
+                            guided = (guided or GuidedInfo()).model_copy(
+                                update={"ignored": state.ignored}
+                            )
                         answer = self._make_answer(context, job, guided)
                         if job.stream:
-                            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+                            headers = {
+                                "cache-control": "no-cache",
+                                "x-accel-buffering": "no",
+                            }
                             events = self._events(_chained(first, outputs), answer)
-                            await StreamingResponse(events, 200, headers, answer.stream_type).stream_response(send)
+                            await StreamingResponse(
+                                events, 200, headers, answer.stream_type
+                            ).stream_response(send)
                         else:
                             whole = await self._whole(_chained(first, outputs), answer)
-                            await Response(whole, media_type="application/json")(scope, receive, send)
+                            await Response(whole, media_type="application/json")(
+                                scope, receive, send
+                            )
                         self._is_sent = True
                 return
             except GuidedError as error:
@@ -191,7 +236,9 @@ class JobResponse(Response):
             last[number] = output
             if self._job.at_admission:
                 break
-        return await self._context.in_thread(answer.whole, [last[number] for number in sorted(last)])
+        return await self._context.in_thread(
+            answer.whole, [last[number] for number in sorted(last)]
+        )
 
     async def _events(self, outputs: Outputs, answer: Answer) -> AsyncIterator[bytes]:
         """Write the whole stream, event by event."""
@@ -214,7 +261,9 @@ class JobResponse(Response):
                 self._request.state.field_names.respell(error)
                 report(job, error)
             else:
-                error = InternalError("the server failed on this request; its log says why")
+                error = InternalError(
+                    "the server failed on this request; its log says why"
+                )
                 text = "request %s (x-request-id %s) failed"
                 logger.exception(text, job.request_id, job.http_id, extra=job.log_ids)
             self._context.metrics.failed(error.code, error.status)

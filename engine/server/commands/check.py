@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def check(
-    files: Annotated[list[Path], typer.Argument(help="Files to check; - is standard input.", allow_dash=True)],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Files to check; - is standard input.", allow_dash=True),
+    ],
     tokenizer: Annotated[
         Path,
         typer.Option(
@@ -32,23 +35,40 @@ def check(
     ],
     kind: Annotated[
         Literal["json_schema", "regex", "grammar"] | None,
-        typer.Option(help="What the files contain. Default: by name (.json, .yaml, .regex, .lark, .gbnf) or text."),
+        typer.Option(
+            help="What the files contain. Default: by name (.json, .yaml, .regex, .lark, .gbnf) or text."
+        ),
     ] = None,
     backend: Annotated[str, typer.Option(help="The grammar backend, or auto.")] = AUTO,
     close_objects: Annotated[
-        bool, typer.Option("--close-objects", help="Exclude properties that a schema does not name, as a server does.")
+        bool,
+        typer.Option(
+            "--close-objects",
+            help="Exclude properties that a schema does not name, as a server does.",
+        ),
     ] = False,
-    samples: Annotated[int, typer.Option(help="Random valid outputs to print for each.", min=0)] = 0,
-    seconds: Annotated[float, typer.Option(help="Time limit for each file.", min=0)] = 30.0,
+    samples: Annotated[
+        int, typer.Option(help="Random valid outputs to print for each.", min=0)
+    ] = 0,
+    seconds: Annotated[
+        float, typer.Option(help="Time limit for each file.", min=0)
+    ] = 30.0,
     seed: Annotated[int, typer.Option(help="Random seed of the samples.")] = 0,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Treat parts of a schema that are not enforced as errors.")
+        bool,
+        typer.Option(
+            "--strict", help="Treat parts of a schema that are not enforced as errors."
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each file.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON for each file.")
+    ] = False,
 ) -> None:
-    """Check JSON schemas, regexes and grammars without a model: accepted or refused, by which backend, and why.
+    """Check JSON schemas, regexes and grammars without a model: accepted or refused, by
+    which backend, and why.
 
-    The exit status is 1 if a file is refused, 2 if one can't be read or for a wrong call.
+    The exit status is 1 if a file is refused, 2 if one can't be read or for a wrong
+    call.
     """
     texts = []
     for file in files:
@@ -56,7 +76,11 @@ def check(
             texts.append((str(file), _text_of(file)))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-            unread = {"name": str(file), "accepted": False, "error": f"can't be read: {reason}"}
+            unread = {
+                "name": str(file),
+                "accepted": False,
+                "error": f"can't be read: {reason}",
+            }
             line = f"{file}: {unread['error']}"
             if as_json:
                 line = json.dumps(unread, ensure_ascii=False)
@@ -70,7 +94,10 @@ def check(
         open_objects = False
     with reported("check", 2):
         backend = resolve(backend)
-        from guided.check.check import check_all, vocabulary_of  # slow: the grammar libraries
+        from guided.check.check import (
+            check_all,
+            vocabulary_of,
+        )  # slow: the grammar libraries
 
         for report in check_all(
             texts,
@@ -107,7 +134,9 @@ def _text_of(file: Path) -> str:
 
 def _lines(report: Report) -> str:
     if report.accepted:
-        lines = [f"{report.name}: accepted ({report.kind}), {report.backend}, {1000 * report.compile_seconds:.1f} ms"]
+        lines = [
+            f"{report.name}: accepted ({report.kind}), {report.backend}, {1000 * report.compile_seconds:.1f} ms"
+        ]
         if report.understood:
             lines += [f"  allows: {report.understood}"]
         lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
@@ -118,7 +147,9 @@ def _lines(report: Report) -> str:
         lines = [f"{report.name}: refused ({report.kind}){where}: {report.error}"]
     if report.checked:
         lines.append(f"  checked: {', '.join(report.checked)}")
-    lines += [f"  WARNING: not enforced: {part.strip()}" for part in report.not_enforced]
+    lines += [
+        f"  WARNING: not enforced: {part.strip()}" for part in report.not_enforced
+    ]
     if report.least_tokens is not None:
         lines.append(f"  shortest output: {report.least_tokens} tokens")
     return "\n".join([*lines, *(f"  sample: {sample}" for sample in report.samples)])

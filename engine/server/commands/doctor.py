@@ -1,4 +1,5 @@
-"""`guided doctor`: checks whether this machine can run `guided serve` with the given options, and says what to do."""
+"""`guided doctor`: checks whether this machine can run `guided serve` with the given
+options, and says what to do."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ class Finding(NamedTuple):
 
 
 def doctor(**values: Any) -> None:
-    """Check whether this machine can serve with these options, and say what to do. Exit status 1: it cannot."""
+    """Check whether this machine can serve with these options, and say what to do. Exit
+    status 1: it cannot."""
     failed = False
     for finding in examine(options_of(values)):
         failed |= finding.level == "error"
@@ -98,18 +100,31 @@ doctor.__signature__ = SERVER_OPTIONS  # type: ignore[attr-defined]
 
 
 def examine(options: ServeOptions) -> Iterator[Finding]:
-    """Run all checks and yield each finding at once, because importing a library takes seconds."""
+    """Run all checks and yield each finding at once, because importing a library takes
+    seconds."""
     cpus = available_cpus()
     here = f"Python {platform.python_version()}, {platform.system()} {platform.release()}, {cpus} CPUs"
     if not hasattr(os, "pidfd_open"):
-        yield Finding("error", "system", f"{here}: the mask pool needs Linux 5.3; use --pool inline elsewhere")
+        yield Finding(
+            "error",
+            "system",
+            f"{here}: the mask pool needs Linux 5.3; use --pool inline elsewhere",
+        )
     elif cpus < 2:
-        yield Finding("warning", "system", f"{here}: the engine and the mask actors compete for it; use two or more")
+        yield Finding(
+            "warning",
+            "system",
+            f"{here}: the engine and the mask actors compete for it; use two or more",
+        )
     else:
         yield Finding("ok", "system", here)
     yield _tried("server", "its packages are installed", "", _TRY_SERVER)
     yield _listening(options)
-    if options.pool is None and options.ray.address is None and find_spec("ray") is None:
+    if (
+        options.pool is None
+        and options.ray.address is None
+        and find_spec("ray") is None
+    ):
         text = "not installed: masks are computed in the server's process, without isolation"
         advice = install_advice("No module named 'ray'")
         yield Finding("warning", "Ray", f"{text}: {advice}")
@@ -125,15 +140,33 @@ def examine(options: ServeOptions) -> Iterator[Finding]:
         yield _tried(f"backend {name}", "compiles", advice, _TRY_BACKEND, name)
     revision = options.load.revision or ""
     length = str(options.engine.max_model_len or 0)
-    yield _tried("model", "its architecture can be served", "", _TRY_MODEL, options.model_path, revision, length)
+    yield _tried(
+        "model",
+        "its architecture can be served",
+        "",
+        _TRY_MODEL,
+        options.model_path,
+        revision,
+        length,
+    )
     device = options.load.device
     if device != "cpu":
-        advice = "a container needs --gpus all, and Triton a C compiler (docs/install.md)"
+        advice = (
+            "a container needs --gpus all, and Triton a C compiler (docs/install.md)"
+        )
         finding = _tried("GPU", "", advice, _TRY_GPU, device.replace("auto", "cuda"))
         if device == "auto" and finding.text.startswith("no CUDA device"):
-            finding = Finding("ok", "GPU", f"{finding.text.removesuffix(f': {advice}')}; the CPU is used")
+            finding = Finding(
+                "ok",
+                "GPU",
+                f"{finding.text.removesuffix(f': {advice}')}; the CPU is used",
+            )
         elif finding.level == "ok" and find_spec("liger_kernel") is None:
-            yield Finding("warning", "fused kernels", "not installed, so decoding is slower: pip install '.[gpu]'")
+            yield Finding(
+                "warning",
+                "fused kernels",
+                "not installed, so decoding is slower: pip install '.[gpu]'",
+            )
         yield finding
 
 
@@ -155,7 +188,9 @@ def _tried(subject: str, good: str, advice: str, code: str, *arguments: str) -> 
     """
     command = [sys.executable, "-c", code, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         problem = f"no answer within {_SECONDS:g} s"
     else:

@@ -18,10 +18,17 @@ def serve(**values: Any) -> None:
     """
     with reported("serve", 1):
         options = take_api_key(options_of(values))
-        with listener_on(options.host, options.port) as listener:  # a port in use is reported at once
+        with listener_on(
+            options.host, options.port
+        ) as listener:  # a port in use is reported at once
             check_names(options)
-            if options.ray.address is None and options.ray.placement not in ("local", "spread"):
-                raise ValueError(f"placement {options.ray.placement} needs a cluster: name it with --ray-address")
+            if options.ray.address is None and options.ray.placement not in (
+                "local",
+                "spread",
+            ):
+                raise ValueError(
+                    f"placement {options.ray.placement} needs a cluster: name it with --ray-address"
+                )
             from engine.server import process  # slow: torch, transformers
 
             process.serve(options, listener)
@@ -32,7 +39,8 @@ serve.__signature__ = SERVER_OPTIONS  # type: ignore[attr-defined]
 
 @contextlib.contextmanager
 def listener_on(host: str, port: int) -> Iterator[socket.socket]:
-    """Bind the server's socket to a name or an address (empty: all). Raises OSError, which says why.
+    """Bind the server's socket to a name or an address (empty: all). Raises OSError,
+    which says why.
 
     It does not listen yet, so early connections are refused instead of kept waiting.
     """
@@ -45,5 +53,7 @@ def listener_on(host: str, port: int) -> Iterator[socket.socket]:
             listener.bind((host.strip("[]"), port))
         except OSError as error:
             where = f"can't listen on {host or 'any address'} port {port}"
-            raise OSError(f"{where}: {error.strerror}; choose another --host or --port") from None
+            raise OSError(
+                f"{where}: {error.strerror}; choose another --host or --port"
+            ) from None
         yield listener

@@ -1,4 +1,5 @@
-"""`guided top`: a live view of a server in the terminal, from its `/health` and `/metrics`."""
+"""`guided top`: a live view of a server in the terminal, from its `/health` and
+`/metrics`."""
 
 from __future__ import annotations
 
@@ -23,16 +24,23 @@ _SECONDS = 5.0
 
 def top(
     url: Annotated[str, typer.Argument(help="The server.")] = "http://127.0.0.1:8000",
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two readings.")
+    ] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one view and end.")
+    ] = False,
 ) -> None:
-    """Show a running server: engine, mask actors by node, queues, exposed mask time, failures."""
+    """Show a running server: engine, mask actors by node, queues, exposed mask time,
+    failures."""
     console = Console()
     with reported("top", 1):
         before = Snapshot.of(url)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Live(console=console, screen=console.is_terminal and not once, auto_refresh=False) as live,
+        Live(
+            console=console, screen=console.is_terminal and not once, auto_refresh=False
+        ) as live,
     ):
         while True:
             time.sleep(interval)
@@ -51,7 +59,8 @@ class Snapshot:
     health: Mapping[str, Any]
     """The body of `/health`. Empty if the server did not answer."""
     samples: Mapping[tuple[str, str], float]
-    """Name without prefix, and error code or "" -> value, summed over all other labels."""
+    """Name without prefix, and error code or "" -> value, summed over all other
+    labels."""
     problem: str | None = None
 
     @classmethod
@@ -63,11 +72,20 @@ class Snapshot:
         now = time.monotonic()
         samples: dict[tuple[str, str], float] = {}
         try:
-            health = httpx.get(f"{url.rstrip('/')}/health", timeout=_SECONDS).json()  # a status of 503 also has a body
-            metrics = httpx.get(f"{url.rstrip('/')}/metrics", timeout=_SECONDS).raise_for_status().text
+            health = httpx.get(
+                f"{url.rstrip('/')}/health", timeout=_SECONDS
+            ).json()  # a status of 503 also has a body
+            metrics = (
+                httpx.get(f"{url.rstrip('/')}/metrics", timeout=_SECONDS)
+                .raise_for_status()
+                .text
+            )
             for family in text_string_to_metric_families(metrics):
                 for sample in family.samples:
-                    key = sample.name.removeprefix("guided_"), sample.labels.get("code", "")
+                    key = (
+                        sample.name.removeprefix("guided_"),
+                        sample.labels.get("code", ""),
+                    )
                     samples[key] = samples.get(key, 0.0) + sample.value
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             return cls(now, {}, {}, str(error))
@@ -88,7 +106,11 @@ def view(url: str, before: Snapshot, now: Snapshot) -> RenderableType:
     title = f"{url}  {time.strftime('%H:%M:%S')}  {status}"
     if now.health["reason"]:
         title += f": {now.health['reason']}"
-    parts: list[RenderableType] = [Text(title, style), _numbers(before, now), _actors(now.health["pool"]["actors"])]
+    parts: list[RenderableType] = [
+        Text(title, style),
+        _numbers(before, now),
+        _actors(now.health["pool"]["actors"]),
+    ]
     failures = []
     for (name, code), count in now.samples.items():
         if name == "request_failures_total" and count > 0:
@@ -119,19 +141,57 @@ def _numbers(before: Snapshot, now: Snapshot) -> Table:
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for cells in (
-        ("running", count("num_requests_running"), "tokens/s", rate("generation_tokens_total")),
-        ("waiting", count("num_requests_waiting"), "steps/s", rate("engine_steps_total")),
-        ("for a grammar", count("num_requests_waiting_for_grammar"), "step", per_step("engine_step")),
-        ("compile queue", count("grammar_compiling"), "exposed masks", per_step("mask_exposed")),
-        ("late masks", count("num_sequences_late"), "hidden masks", per_step("mask_hidden")),
-        ("KV cache", f"{now.total('kv_cache_usage_perc'):.0%}", "mask actors", f"{count('mask_actors_up')} up"),
+        (
+            "running",
+            count("num_requests_running"),
+            "tokens/s",
+            rate("generation_tokens_total"),
+        ),
+        (
+            "waiting",
+            count("num_requests_waiting"),
+            "steps/s",
+            rate("engine_steps_total"),
+        ),
+        (
+            "for a grammar",
+            count("num_requests_waiting_for_grammar"),
+            "step",
+            per_step("engine_step"),
+        ),
+        (
+            "compile queue",
+            count("grammar_compiling"),
+            "exposed masks",
+            per_step("mask_exposed"),
+        ),
+        (
+            "late masks",
+            count("num_sequences_late"),
+            "hidden masks",
+            per_step("mask_hidden"),
+        ),
+        (
+            "KV cache",
+            f"{now.total('kv_cache_usage_perc'):.0%}",
+            "mask actors",
+            f"{count('mask_actors_up')} up",
+        ),
     ):
         table.add_row(*cells)
     return table
 
 
 def _actors(actors: list[JsonObject]) -> Table:
-    columns = ("index", "node", "pid", "state", "open_sequences", "restarts", "last_end")
+    columns = (
+        "index",
+        "node",
+        "pid",
+        "state",
+        "open_sequences",
+        "restarts",
+        "last_end",
+    )
     table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
     for actor in actors:
         cells = []

@@ -1,1 +1,2 @@
-"""Reading a request: its body, constraint, prompt and tools, and the job that these make."""
+"""Reading a request: its body, constraint, prompt and tools, and the job that these
+make."""

@@ -1,7 +1,9 @@
-"""Request and response bodies of OpenAI's API, with vLLM's sampling fields and all spellings of a constraint.
+"""Request and response bodies of OpenAI's API, with vLLM's sampling fields and all
+spellings of a constraint.
 
-A known field that would change the answer, and is not supported, is rejected with 400. An unknown field is ignored, and
-the answer says so; with `--strict-fields` it is rejected.
+A known field that would change the answer, and is not supported, is rejected with 400.
+An unknown field is ignored, and the answer says so; with `--strict-fields` it is
+rejected.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from engine.server.request.fields import (
@@ -29,15 +38,24 @@ from guided.errors import InvalidRequest
 from guided.json_text import JsonObject
 
 CHAT_EXAMPLE: JsonObject = {
-    "messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}],
+    "messages": [
+        {"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}
+    ],
     "json_schema": {
         "type": "object",
-        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}},
+        "properties": {
+            "name": {"type": "string"},
+            "age": {"type": "integer"},
+            "city": {"type": "string"},
+        },
         "required": ["name", "age", "city"],
         "additionalProperties": False,
     },
 }
-COMPLETION_EXAMPLE: JsonObject = {"prompt": "A date: ", "regex": "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"}
+COMPLETION_EXAMPLE: JsonObject = {
+    "prompt": "A date: ",
+    "regex": "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]",
+}
 """Examples on the documentation page, which `guided serve` prints too."""
 
 
@@ -50,9 +68,13 @@ class TypedBody(Body):
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
-        missing = [name for name in self.required[self.type] if getattr(self, name) is None]
+        missing = [
+            name for name in self.required[self.type] if getattr(self, name) is None
+        ]
         if missing:
-            raise PydanticCustomError("missing", f"type {self.type} needs {', '.join(missing)}")
+            raise PydanticCustomError(
+                "missing", f"type {self.type} needs {', '.join(missing)}"
+            )
         return self
 
 
@@ -62,7 +84,9 @@ class StreamOptions(Body):
     """Padding of the events. Without effect."""
 
 
-TokenLimit = Annotated[int | None, AfterValidator(lambda limit: None if limit == -1 else limit)]
+TokenLimit = Annotated[
+    int | None, AfterValidator(lambda limit: None if limit == -1 else limit)
+]
 """A number of tokens. -1 means that the field is absent."""
 
 
@@ -79,7 +103,8 @@ class GenerationRequest(ConstraintFields):
     guided_decoding_backend: str | None = None
     """vLLM's older name of `backend`."""
     open_objects: bool | None = None
-    """Whether objects may have properties that their schema neither names nor excludes."""
+    """Whether objects may have properties that their schema neither names nor
+    excludes."""
     strict_schema: bool | None = None
     """Whether formats that are not in the specification are refused."""
     complete: bool | None = None
@@ -108,7 +133,9 @@ class GenerationRequest(ConstraintFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None  # JSON has strings as keys
+    logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = (
+        None  # JSON has strings as keys
+    )
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     best_of: int | None = None
@@ -127,8 +154,9 @@ class GenerationRequest(ConstraintFields):
 
     @classmethod
     def gathered(cls, data: JsonObject, names: MutableMapping[str, str]) -> JsonObject:
-        """Move known fields of `nvext` and `sampling_params` into the body. Its own fields have priority. Constraints
-        stay in their place, and so do fields that will be named in `ignored`."""
+        """Move known fields of `nvext` and `sampling_params` into the body. Its own
+        fields have priority. Constraints stay in their place, and so do fields that
+        will be named in `ignored`."""
         data = {**data}
         for place in ("nvext", "sampling_params"):
             inner = data.get(place)
@@ -137,7 +165,11 @@ class GenerationRequest(ConstraintFields):
             rest: JsonObject = {}
             for name, value in inner.items():
                 field = name_here(name, cls)
-                if field is None or field in ConstraintFields.model_fields or data.get(field) is not None:
+                if (
+                    field is None
+                    or field in ConstraintFields.model_fields
+                    or data.get(field) is not None
+                ):
                     rest[name] = value
                 else:
                     data[field] = value
@@ -157,7 +189,9 @@ class GenerationRequest(ConstraintFields):
     @model_validator(mode="after")
     def _check_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options requires stream: true", param="stream_options")
+            raise InvalidRequest(
+                "stream_options requires stream: true", param="stream_options"
+            )
         return self
 
 
@@ -195,7 +229,9 @@ class ChoicesRequest(GenerationRequest):
         return Reported(
             usage=options.include_usage,
             usage_in_chunks=options.include_usage
-            and getattr(options, "continuous_usage_stats", False),  # responses have other options
+            and getattr(
+                options, "continuous_usage_stats", False
+            ),  # responses have other options
             token_ids=self.return_token_ids is True,
             tokens_as_ids=self.return_tokens_as_token_ids is True,
         )
@@ -250,17 +286,23 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[TextPart] | None = None
-    name: str | None = Field(default=None, validation_alias=AliasChoices("name", "tool_name"))
+    name: str | None = Field(
+        default=None, validation_alias=AliasChoices("name", "tool_name")
+    )
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
     """The former form of a tool call."""
-    reasoning_content: str | None = Field(default=None, validation_alias=AliasChoices("reasoning_content", "thinking"))
+    reasoning_content: str | None = Field(
+        default=None, validation_alias=AliasChoices("reasoning_content", "thinking")
+    )
 
     def for_template(self) -> JsonObject:
-        """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`, and `function` the
-        former name for `tool`."""
-        message = self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
+        """Convert to the form of chat templates. `developer` is OpenAI's newer name for
+        `system`, and `function` the former name for `tool`."""
+        message = self.model_dump(
+            exclude_none=True, exclude={"tool_calls", "function_call"}
+        )
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message |= {"content": joined(self.content), "role": role}
         calls = self.tool_calls or []
@@ -268,7 +310,12 @@ class Message(Body):
             calls = [ToolCall(function=self.function_call)]
         if calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": call.function.for_template()} for call in calls
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": call.function.for_template(),
+                }
+                for call in calls
             ]
         return message
 
@@ -284,7 +331,8 @@ class InputFormat(Body):
     @model_validator(mode="before")
     @classmethod
     def _take_grammar(cls, data: Any) -> Any:
-        """Move the fields of the object `grammar`, which chats have, beside `type`, where responses have them."""
+        """Move the fields of the object `grammar`, which chats have, beside `type`,
+        where responses have them."""
         if not isinstance(data, dict) or not isinstance(data.get("grammar"), dict):
             return data
         beside = dict(data)
@@ -297,7 +345,10 @@ class InputFormat(Body):
             return {"type": "string"}
         if self.syntax == "regex":
             return {"type": "string", "pattern": f"^(?:{self.definition})$"}
-        return {"type": "string", "description": f"Text in this Lark grammar:\n{self.definition}"}
+        return {
+            "type": "string",
+            "description": f"Text in this Lark grammar:\n{self.definition}",
+        }
 
 
 class FunctionDefinition(Body):
@@ -317,19 +368,31 @@ _HOSTED = re.compile(
 
 
 def is_hosted(kind: Any) -> bool:
-    """Return whether OpenAI's or Anthropic's servers, and not clients, run tools of this type."""
+    """Return whether OpenAI's or Anthropic's servers, and not clients, run tools of
+    this type."""
     return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
 
 
 _RUNS_NONE = "this server runs no tools itself: offer functions, which the client runs"
-_OF_CHATS = "this is the form of /v1/chat/completions: here its fields stand beside 'type'"
-_NESTED = "functions stand side by side in the request's own tools, not within something else"
+_OF_CHATS = (
+    "this is the form of /v1/chat/completions: here its fields stand beside 'type'"
+)
+_NESTED = (
+    "functions stand side by side in the request's own tools, not within something else"
+)
 
 
 class OfferedTool(FunctionDefinition):
-    """A tool in a list that may contain hosted tools. Hosted tools are only named in the answer, as ignored."""
+    """A tool in a list that may contain hosted tools. Hosted tools are only named in
+    the answer, as ignored."""
 
-    refused: ClassVar = {**REFUSED, "function": _OF_CHATS, "custom": _OF_CHATS, "tools": _NESTED, "functions": _NESTED}
+    refused: ClassVar = {
+        **REFUSED,
+        "function": _OF_CHATS,
+        "custom": _OF_CHATS,
+        "tools": _NESTED,
+        "functions": _NESTED,
+    }
     type: str | None = None
 
     @model_validator(mode="before")
@@ -340,17 +403,25 @@ class OfferedTool(FunctionDefinition):
         kind = data["type"]
         ignored = (info.context or {}).get("ignored")
         if ignored is None:
-            raise InvalidRequest(f"{kind}: {_RUNS_NONE}", param="tools", code="unsupported_parameter")
+            raise InvalidRequest(
+                f"{kind}: {_RUNS_NONE}", param="tools", code="unsupported_parameter"
+            )
         ignored.append(kind)
         return {"type": kind, "name": kind}
 
 
 def offered(tools: Sequence[OfferedTool] | None) -> dict[int, Any]:
-    """Return the tools that the client runs, by their places in the list. Raises `InvalidRequest` if all tools are
-    hosted."""
-    functions = {place: tool for place, tool in enumerate(tools or ()) if not is_hosted(tool.type)}
+    """Return the tools that the client runs, by their places in the list. Raises
+    `InvalidRequest` if all tools are hosted."""
+    functions = {
+        place: tool
+        for place, tool in enumerate(tools or ())
+        if not is_hosted(tool.type)
+    }
     if tools and not functions:
-        raise InvalidRequest(f"there is no function beside {tools[0].type}: {_RUNS_NONE}", param="tools")
+        raise InvalidRequest(
+            f"there is no function beside {tools[0].type}: {_RUNS_NONE}", param="tools"
+        )
     return functions
 
 
@@ -362,10 +433,15 @@ class Tool(Body):
 
     @model_validator(mode="after")
     def _describe_input(self) -> Self:
-        """Give a custom tool the parameters of a function with its input as the only argument."""
+        """Give a custom tool the parameters of a function with its input as the only
+        argument."""
         if self.type == "custom":
             text = (self.function.format or InputFormat(type="text")).input_schema()
-            schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+            schema = {
+                "type": "object",
+                "properties": {"input": text},
+                "required": ["input"],
+            }
             self.function.parameters = {**schema, "additionalProperties": False}
             self.function.strict = True
         return self
@@ -373,18 +449,25 @@ class Tool(Body):
     def input_grammar(self, syntax: str) -> str | None:
         """Return the grammar of a custom tool's input, if it has one in this syntax."""
         form = self.function.format
-        if self.type == "custom" and form is not None and (form.type, form.syntax) == ("grammar", syntax):
+        if (
+            self.type == "custom"
+            and form is not None
+            and (form.type, form.syntax) == ("grammar", syntax)
+        ):
             return form.definition
         return None
 
     def for_template(self) -> JsonObject:
         """Convert to the form of chat templates."""
-        described = self.function.model_dump(exclude_none=True, exclude={"strict", "format", "type"})
+        described = self.function.model_dump(
+            exclude_none=True, exclude={"strict", "format", "type"}
+        )
         return {"type": "function", "function": described}
 
 
 def thinking_variables(on: bool) -> JsonObject:
-    """Return the variables that turn thinking on or off in the chat templates of Qwen and of DeepSeek."""
+    """Return the variables that turn thinking on or off in the chat templates of Qwen
+    and of DeepSeek."""
     return {"enable_thinking": on, "thinking": on}
 
 
@@ -417,7 +500,8 @@ class PromptFields(TurnFields):
     """Fields that determine the prompt of a chat, beside the messages."""
 
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends with the beginning of an answer. Default: unless continue_final_message."""
+    """Whether the prompt ends with the beginning of an answer. Default: unless
+    continue_final_message."""
     continue_final_message: bool = False
     tools: Many[Tool] | None = None
     functions: Many[FunctionDefinition] | None = None
@@ -425,24 +509,32 @@ class PromptFields(TurnFields):
     function_call: str | JsonObject | None = None
     """The former name of `tool_choice`."""
     reasoning: Literal["free", "constrained"] | ReasoningConfig | None = None
-    """Whether a constraint starts after the thinking phase (free) or at the first token (constrained). An object has
-    the effort."""
+    """Whether a constraint starts after the thinking phase (free) or at the first token
+    (constrained). An object has the effort."""
     reasoning_effort: str | None = None
     """Effort of the thinking phase, which the chat template gets."""
 
     @model_validator(mode="after")
     def _take_functions(self) -> Self:
-        """Read the former fields `functions` and `function_call` as tools. Their answer has one call."""
+        """Read the former fields `functions` and `function_call` as tools. Their answer
+        has one call."""
         functions = self.functions or []
         choice = self.function_call
         if not functions and choice is None:
             return self
         if self.tools and functions:
-            raise InvalidRequest("tools do not go with functions, a former field: use tools", param="functions")
+            raise InvalidRequest(
+                "tools do not go with functions, a former field: use tools",
+                param="functions",
+            )
         if self.tools:
-            message = "tools do not go with function_call, a former field: use tool_choice"
+            message = (
+                "tools do not go with function_call, a former field: use tool_choice"
+            )
             raise InvalidRequest(message, param="function_call")
-        self.tools = [Tool(type="function", function=function) for function in functions]
+        self.tools = [
+            Tool(type="function", function=function) for function in functions
+        ]
         if isinstance(choice, dict):
             self.tool_choice = {"type": "function", **choice}
         else:
@@ -451,7 +543,12 @@ class PromptFields(TurnFields):
         return self
 
 
-class ChatRequest(ChoicesRequest, TurnRequest, PromptFields, json_schema_extra={"examples": [CHAT_EXAMPLE]}):
+class ChatRequest(
+    ChoicesRequest,
+    TurnRequest,
+    PromptFields,
+    json_schema_extra={"examples": [CHAT_EXAMPLE]},
+):
     """Body of `POST /v1/chat/completions`."""
 
     messages: NonEmpty[Message]
@@ -462,12 +559,15 @@ class ChatRequest(ChoicesRequest, TurnRequest, PromptFields, json_schema_extra={
     top_logprobs: int | None = None
 
 
-class CompletionRequest(ChoicesRequest, json_schema_extra={"examples": [COMPLETION_EXAMPLE]}):
+class CompletionRequest(
+    ChoicesRequest, json_schema_extra={"examples": [COMPLETION_EXAMPLE]}
+):
     """Body of `POST /v1/completions`."""
 
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     max_tokens: TokenLimit = None
-    """Maximum number of output tokens. Default: 16, or the rest of the context with a constraint."""
+    """Maximum number of output tokens. Default: 16, or the rest of the context with a
+    constraint."""
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -508,14 +608,16 @@ class ErrorDetail(BaseModel, use_attribute_docstrings=True):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every error, and the payload of the error event that ends a stream."""
+    """The body of every error, and the payload of the error event that ends a
+    stream."""
 
     error: ErrorDetail
 
 
 class MaskTimes(BaseModel, use_attribute_docstrings=True):
-    """Times in seconds. `exposed` is the time by which masks have lengthened the steps of this request's sequences.
-    `total` is the time from the end of the compilation to the end of the request."""
+    """Times in seconds. `exposed` is the time by which masks have lengthened the steps
+    of this request's sequences. `total` is the time from the end of the compilation to
+    the end of the request."""
 
     compile: float
     """The time that compiling the grammar took, for this request or an earlier one."""
@@ -526,26 +628,35 @@ class MaskTimes(BaseModel, use_attribute_docstrings=True):
 
 
 class GuidedInfo(BaseModel, use_attribute_docstrings=True):
-    """A report on how the output was constrained, and which fields had no effect. Null if neither applies."""
+    """A report on how the output was constrained, and which fields had no effect. Null
+    if neither applies."""
 
     kind: str | None = None
     backend: str | None = None
     not_enforced: list[str] = []
-    """JSON pointers of unknown formats, misspelt keywords, and parts of tools that may have any value."""
+    """JSON pointers of unknown formats, misspelt keywords, and parts of tools that may
+    have any value."""
     checked: list[str] | None = None
-    """JSON pointers of keywords that are checked when the output ends, not enforced by the mask."""
+    """JSON pointers of keywords that are checked when the output ends, not enforced by
+    the mask."""
     closed: list[str] | None = None
-    """JSON pointers of objects that have only the properties that the schema names (`open_objects`)."""
+    """JSON pointers of objects that have only the properties that the schema names
+    (`open_objects`)."""
     masks: MaskTimes | None = None
-    """Times of the masks, with `mask_details`. A stream has them in the last chunk of a choice."""
+    """Times of the masks, with `mask_details`. A stream has them in the last chunk of a
+    choice."""
     kept_mass: float | None = None
-    """Mean over the tokens of the probability that the model gave to the allowed tokens, with `mask_details`."""
+    """Mean over the tokens of the probability that the model gave to the allowed
+    tokens, with `mask_details`."""
     effective_samples: float | None = None
-    """Effective number of the `best_of` outputs, the smallest of several prompts, with `resample`."""
+    """Effective number of the `best_of` outputs, the smallest of several prompts, with
+    `resample`."""
     completed_early: bool | None = None
-    """Whether tokens were forbidden because the rest would not have fit in `max_tokens`, with `complete`."""
+    """Whether tokens were forbidden because the rest would not have fit in
+    `max_tokens`, with `complete`."""
     vetoes: dict[str, int] | None = None
-    """Keyword in `checked` -> number of times that tokens were taken back because they violated it."""
+    """Keyword in `checked` -> number of times that tokens were taken back because they
+    violated it."""
     ignored: list[str] | None = None
     """Fields of the request that are unknown or have no effect."""
 

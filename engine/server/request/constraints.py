@@ -10,11 +10,23 @@ from dataclasses import dataclass
 
 from engine.server.options import ServerSettings
 from engine.server.request.bodies import GenerationRequest
-from engine.server.request.fields import Body, ConstraintFields, ResponseFormat, StructuredOutputs, rows
+from engine.server.request.fields import (
+    Body,
+    ConstraintFields,
+    ResponseFormat,
+    StructuredOutputs,
+    rows,
+)
 from guided.backends import AUTO, resolve
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest
-from guided.fields.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
+from guided.fields.request import (
+    GivenConstraint,
+    GivenWhitespace,
+    build,
+    take_one,
+    take_whitespace,
+)
 
 _FORMAT_KINDS: dict[str, ConstraintKind] = {
     "json_schema": "json_schema",
@@ -26,7 +38,8 @@ _FORMAT_KINDS: dict[str, ConstraintKind] = {
 _NO_WHITESPACE = "disable-any-whitespace"
 _CLOSED = "no-additional-properties"
 _BACKEND_OPTIONS = ("no-fallback", _NO_WHITESPACE, _CLOSED)
-"""vLLM's options after the name of a backend (`xgrammar:no-fallback,...`). A named backend is never replaced."""
+"""vLLM's options after the name of a backend (`xgrammar:no-fallback,...`). A named
+backend is never replaced."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +49,15 @@ class RequestedConstraint:
     constraint: Constraint | None = None
     backend: str = AUTO
     open_objects: bool = False
-    """Whether objects may have properties that their schema neither names nor excludes."""
+    """Whether objects may have properties that their schema neither names nor
+    excludes."""
 
 
-def requested_constraint(request: GenerationRequest, settings: ServerSettings) -> RequestedConstraint:
-    """Read the constraint and the backend of a request. `param` of an error is the field at fault."""
+def requested_constraint(
+    request: GenerationRequest, settings: ServerSettings
+) -> RequestedConstraint:
+    """Read the constraint and the backend of a request. `param` of an error is the
+    field at fault."""
     backend, options = _backend(request, settings)
     given: list[GivenConstraint] = []
     spaces: list[GivenWhitespace] = []
@@ -67,21 +84,35 @@ def requested_constraint(request: GenerationRequest, settings: ServerSettings) -
     if chosen is None:
         return RequestedConstraint(backend=backend, open_objects=is_open)
     if closing and chosen.kind != "json_schema":
-        raise InvalidRequest(f"{closing[0]} requires a JSON schema, not {chosen.field}", param=closing[0])
+        raise InvalidRequest(
+            f"{closing[0]} requires a JSON schema, not {chosen.field}", param=closing[0]
+        )
     is_open = is_open and not closing
-    constraint = build(chosen, whitespace, open_objects=is_open, strict_schema=request.strict_schema is True)
+    constraint = build(
+        chosen,
+        whitespace,
+        open_objects=is_open,
+        strict_schema=request.strict_schema is True,
+    )
     return RequestedConstraint(constraint, backend, is_open)
 
 
-def _backend(request: GenerationRequest, settings: ServerSettings) -> tuple[str, Sequence[str]]:
+def _backend(
+    request: GenerationRequest, settings: ServerSettings
+) -> tuple[str, Sequence[str]]:
     """Return the backend, and the options after its name."""
     older = request.guided_decoding_backend
     if older is not None and request.backend is not None:
         field = "guided_decoding_backend"
         raise InvalidRequest(f"backend and {field} are given: choose one", param=field)
-    name, *options = (older or request.backend or settings.backend).replace(",", ":").split(":")
+    name, *options = (
+        (older or request.backend or settings.backend).replace(",", ":").split(":")
+    )
     if not set(options).issubset(_BACKEND_OPTIONS):
-        raise InvalidRequest(f"the options of a backend are {', '.join(_BACKEND_OPTIONS)}", param="backend")
+        raise InvalidRequest(
+            f"the options of a backend are {', '.join(_BACKEND_OPTIONS)}",
+            param="backend",
+        )
     return resolve(name), options
 
 
@@ -100,30 +131,45 @@ def _constraints(place: ConstraintFields, prefix: str) -> Iterator[GivenConstrai
 
 
 def _fields(owner: Body, prefix: str) -> Iterator[GivenConstraint]:
-    """Return the fields of `owner` that are set. `json_object: false` counts as not set."""
+    """Return the fields of `owner` that are set. `json_object: false` counts as not
+    set."""
     for row in rows(type(owner)):
         value = getattr(owner, row.attribute)
-        if row.kind is not None and value is not None and not (row.kind == "json_object" and value is False):
+        if (
+            row.kind is not None
+            and value is not None
+            and not (row.kind == "json_object" and value is False)
+        ):
             yield GivenConstraint(row.kind, prefix + row.name, value)
 
 
 def _response_format(chosen: ResponseFormat, path: str) -> Iterator[GivenConstraint]:
-    given = [row for row in rows(ResponseFormat) if getattr(chosen, row.attribute) is not None]
+    given = [
+        row
+        for row in rows(ResponseFormat)
+        if getattr(chosen, row.attribute) is not None
+    ]
     kind = _FORMAT_KINDS.get(chosen.type)
     for row in given:
         if row.kind != kind:
             field = f"{path}.{row.name}"
-            raise InvalidConstraint(f"{field} requires type {row.kind}, not {chosen.type}", param=field)
+            raise InvalidConstraint(
+                f"{field} requires type {row.kind}, not {chosen.type}", param=field
+            )
     if kind == "structural_tag":
         parts = {row.name: getattr(chosen, row.attribute) for row in given}
-        yield GivenConstraint("structural_tag", path, {"type": "structural_tag", **parts})
+        yield GivenConstraint(
+            "structural_tag", path, {"type": "structural_tag", **parts}
+        )
         return
     if not given and chosen.type in ("json_object", "json"):
         yield GivenConstraint("json_object", path, True)
     missing = chosen.type == "json_schema" and not given
     for row in given:
         value = getattr(chosen, row.attribute)
-        schema = getattr(value, "schema_", value)  # the field `json_schema` is an object with the schema
+        schema = getattr(
+            value, "schema_", value
+        )  # the field `json_schema` is an object with the schema
         missing = missing or schema is None
         field = path  # as in OpenAI's errors about the schema
         if len(given) > 1:

@@ -1,8 +1,9 @@
 """Calls of custom tools: OpenAI's tools that take a text instead of JSON arguments.
 
-The chat template describes a custom tool as a function with the input as its only argument. If the input is any text,
-or matches a regex, the model writes this argument as JSON. If a Lark grammar describes the input, the model writes the
-plain text, because the terminals of the grammar do not match JSON escapes.
+The chat template describes a custom tool as a function with the input as its only
+argument. If the input is any text, or matches a regex, the model writes this argument
+as JSON. If a Lark grammar describes the input, the model writes the plain text, because
+the terminals of the grammar do not match JSON escapes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from guided.tools.output_parser import OutputParser, Piece
 
 
 class CustomCallParser(OutputParser):
-    """Reads calls of custom tools besides those of functions. Their pieces have the kinds `custom` (a call begins;
-    `text` is the name of the tool) and `input`.
+    """Reads calls of custom tools besides those of functions. Their pieces have the
+    kinds `custom` (a call begins; `text` is the name of the tool) and `input`.
 
     Args:
-        custom: name of a custom tool -> whether its input is plain text instead of JSON.
+        custom: name of a custom tool -> whether its input is plain text instead of
+            JSON.
         arguments: arguments of `OutputParser`.
     """
 
@@ -30,7 +32,8 @@ class CustomCallParser(OutputParser):
         super().__init__(**arguments)
         self._custom = custom
         self._is_raw: bool | None = None
-        """Whether the last call has plain text as its input. None: it is the call of a function."""
+        """Whether the last call has plain text as its input. None: it is the call of a
+        function."""
         self._arguments = self._input = ""
 
     def feed(self, text: str, finished: bool) -> list[Piece]:
@@ -48,7 +51,8 @@ class CustomCallParser(OutputParser):
         return pieces
 
     def _as_custom(self, piece: Piece) -> Piece:
-        """Return the piece of a custom call for a piece of a function's call. An input may have no new text."""
+        """Return the piece of a custom call for a piece of a function's call. An input
+        may have no new text."""
         if piece.kind == "call":
             return replace(piece, kind="custom")
         if piece.kind != "arguments":
@@ -58,5 +62,7 @@ class CustomCallParser(OutputParser):
         self._arguments += piece.text
         before = len(self._input)
         with suppress(ValueError):  # a lone surrogate
-            self._input = from_json(self._arguments, allow_partial="trailing-strings").get("input", "")
+            self._input = from_json(
+                self._arguments, allow_partial="trailing-strings"
+            ).get("input", "")
         return replace(piece, kind="input", text=self._input[before:])

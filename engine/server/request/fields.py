@@ -1,9 +1,12 @@
-"""The fields of requests: how objects are read, and the table of the fields that hold a constraint.
+"""The fields of requests: how objects are read, and the table of the fields that hold a
+constraint.
 
-The table consists of three classes. `ConstraintFields` has the fields of a body, of `nvext` and of `sampling_params`;
-`StructuredOutputs` and `ResponseFormat` are objects among these fields. A field is a row if its type has a `Kind`:
-the type tells the kind of the constraint, and the class tells where the field stands. `constraints.py` reads the rows,
-`Body.hint` compares unknown fields with them, and `benchmarks/fields.py` writes docs/http-reference.md.
+The table consists of three classes. `ConstraintFields` has the fields of a body, of
+`nvext` and of `sampling_params`; `StructuredOutputs` and `ResponseFormat` are objects
+among these fields. A field is a row if its type has a `Kind`: the type tells the kind
+of the constraint, and the class tells where the field stands. `constraints.py` reads
+the rows, `Body.hint` compares unknown fields with them, and `benchmarks/fields.py`
+writes docs/http-reference.md.
 """
 
 from __future__ import annotations
@@ -14,7 +17,13 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -44,21 +53,46 @@ REFUSED = {
 """Known fields that would change the answer -> why they are rejected."""
 
 _NEUTRAL: tuple[Any, ...] = (None, [], "", False, "none", "auto", ["text"])
-"""Values that leave a rejected or unknown field without effect, so that the field is dropped."""
+"""Values that leave a rejected or unknown field without effect, so that the field is
+dropped."""
 
 WITHOUT_EFFECT = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "truncation", "cache_salt"),
-    *("prompt_cache_retention", "prediction", "verbosity", "cache_control", "inference_geo", "speed"),
+    *(
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "truncation",
+        "cache_salt",
+    ),
+    *(
+        "prompt_cache_retention",
+        "prediction",
+        "verbosity",
+        "cache_control",
+        "inference_geo",
+        "speed",
+    ),
     "max_tool_calls",  # limits the tools that a server runs
-    "disable_fallback",  # in `structured_outputs`: a named backend is never replaced by another
-    *("caller", "citations", "is_error", "signature"),  # fields of blocks and tools in Anthropic's API
+    # in `structured_outputs`: a named backend is never replaced by another
+    "disable_fallback",
+    *(
+        "caller",
+        "citations",
+        "is_error",
+        "signature",
+    ),  # fields of blocks and tools in Anthropic's API
     *("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"),
 )
-"""Known fields that can't change the answer. They are accepted with `--strict-fields` too."""
+"""Known fields that can't change the answer. They are accepted with `--strict-fields`
+too."""
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list that is validated up to its first error, so that a long list does not give an error for each element."""
+"""A list that is validated up to its first error, so that a long list does not give an
+error for each element."""
 NonEmpty = Annotated[list[T], Field(fail_fast=True, min_length=1)]
 """The same with at least one element."""
 
@@ -69,8 +103,22 @@ MAX_IGNORED = 20
 MISNAMED = {
     **dict.fromkeys(
         (
-            *("format", "text", "text_format", "output_format", "output_config", "output_type", "output_model"),
-            *("response_model", "response_type", "response_mime_type", "responseMimeType", "result_type"),
+            *(
+                "format",
+                "text",
+                "text_format",
+                "output_format",
+                "output_config",
+                "output_type",
+                "output_model",
+            ),
+            *(
+                "response_model",
+                "response_type",
+                "response_mime_type",
+                "responseMimeType",
+                "result_type",
+            ),
         ),
         "response_format",
     ),
@@ -101,12 +149,14 @@ MARKS: Mapping[str, ConstraintKind | None] = {
     "structured": None,
     "constrain": None,
 }
-"""Parts of names that mean a constraint -> the kind of the constraint, if the part tells it."""
+"""Parts of names that mean a constraint -> the kind of the constraint, if the part
+tells it."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Marks the type of a field that holds a constraint. `name` is None for an object with fields of several kinds."""
+    """Marks the type of a field that holds a constraint. `name` is None for an object
+    with fields of several kinds."""
 
     name: ConstraintKind | None
 
@@ -121,10 +171,12 @@ TagPart = Annotated[Any, Kind("structural_tag")]
 
 
 class Body(BaseModel, strict=True, use_attribute_docstrings=True):
-    """A body with strict types: "3" is not accepted for 3. Fields are dropped if their value has no effect.
+    """A body with strict types: "3" is not accepted for 3. Fields are dropped if their
+    value has no effect.
 
-    Unknown fields are dropped, and noted in the list `ignored` of the validation context. They are rejected if there is
-    no such list, if `tolerant` is False, or if they could be meant as another field (`hint`).
+    Unknown fields are dropped, and noted in the list `ignored` of the validation
+    context. They are rejected if there is no such list, if `tolerant` is False, or if
+    they could be meant as another field (`hint`).
     """
 
     tolerant: ClassVar[bool] = True
@@ -149,48 +201,75 @@ class Body(BaseModel, strict=True, use_attribute_docstrings=True):
             elif value not in _NEUTRAL or (value == 0 and value is not False):
                 cls._check_unknown(name, value, ignored)
                 noted = bounded(cls.prefix + name, 60)
-                if ignored is not None and noted not in ignored and len(ignored) < MAX_IGNORED:
+                if (
+                    ignored is not None
+                    and noted not in ignored
+                    and len(ignored) < MAX_IGNORED
+                ):
                     ignored.append(noted)
         return kept
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe that an optional field may be null, which means that it is absent."""
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Describe that an optional field may be null, which means that it is
+        absent."""
         described = handler(core)
         fields = handler.resolve_ref_schema(described)
         for name, value in fields.get("properties", {}).items():
-            if name not in fields.get("required", ()) and {"type": "null"} not in value.get("anyOf", ()):
+            if name not in fields.get("required", ()) and {
+                "type": "null"
+            } not in value.get("anyOf", ()):
                 fields["properties"][name] = {"anyOf": [value, {"type": "null"}]}
         return described
 
     @classmethod
     def gathered(cls, data: JsonObject, names: MutableMapping[str, str]) -> JsonObject:
-        """Return all fields of a body. `names` receives fields that stood elsewhere -> their names in the request."""
+        """Return all fields of a body. `names` receives fields that stood elsewhere ->
+        their names in the request."""
         return data
 
     @classmethod
     def _check_unknown(cls, name: str, value: Any, ignored: list[str] | None) -> None:
         """Raise the error for an unknown field that is not ignored."""
         if name in cls.refused:
-            raise PydanticCustomError("unsupported_parameter", "{why}", {"name": name, "why": cls.refused[name]})
+            raise PydanticCustomError(
+                "unsupported_parameter",
+                "{why}",
+                {"name": name, "why": cls.refused[name]},
+            )
         if name in WITHOUT_EFFECT:
             return
-        meant = cls.hint(name, thorough=len(ignored or ()) < MAX_IGNORED and len(name) <= 40)
+        meant = cls.hint(
+            name, thorough=len(ignored or ()) < MAX_IGNORED and len(name) <= 40
+        )
         if meant is None:
             name, meant = next(cls._within(name, value), (name, None))
         if meant is not None or ignored is None or not cls.tolerant:
-            raise PydanticCustomError("unknown_parameter", "{why}", {"name": bounded(name), "why": meant or ""})
+            raise PydanticCustomError(
+                "unknown_parameter",
+                "{why}",
+                {"name": bounded(name), "why": meant or ""},
+            )
 
     @classmethod
-    def _within(cls, place: str, value: Any, depth: int = 4) -> Iterator[tuple[str, str]]:
-        """Yield the places in an unknown field that could be meant as constraints, and the fields they stand for."""
+    def _within(
+        cls, place: str, value: Any, depth: int = 4
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the places in an unknown field that could be meant as constraints, and
+        the fields they stand for."""
         if isinstance(value, list) and depth:
             for item in value:
                 yield from cls._within(place, item, depth - 1)
         if not isinstance(value, dict) or not depth:
             return
-        is_schema = "$schema" in value or (value.get("type") == "object" and "properties" in value)
-        if (is_schema or value.get("type") in _TYPES) and (meant := cls.hint("response_format", thorough=False)):
+        is_schema = "$schema" in value or (
+            value.get("type") == "object" and "properties" in value
+        )
+        if (is_schema or value.get("type") in _TYPES) and (
+            meant := cls.hint("response_format", thorough=False)
+        ):
             yield place, meant
         for name, inner in value.items():
             below = f"{place}.{bounded(name, 60)}"
@@ -200,8 +279,8 @@ class Body(BaseModel, strict=True, use_attribute_docstrings=True):
 
     @classmethod
     def hint(cls, name: str, thorough: bool = True) -> str | None:
-        """Return the field that an unknown field probably stands for. `thorough`: recognize misspelt names and names of
-        other APIs too."""
+        """Return the field that an unknown field probably stands for. `thorough`:
+        recognize misspelt names and names of other APIs too."""
         if name in MISNAMED and "response_format" in names_of(cls):
             return MISNAMED[name]
         if not thorough:
@@ -246,7 +325,8 @@ def rows(body: type[Body]) -> tuple[Row, ...]:
 
 
 def _field_of(name: str, body: type[Body]) -> str | None:
-    """Return the constraint field that has this name, or that a part of the name points to."""
+    """Return the constraint field that has this name, or that a part of the name points
+    to."""
     kinds = [kind for mark, kind in MARKS.items() if mark in plain(name)]
     exact = [row.name for row in rows(body) if row.name == name]
     of_kind = [row.name for row in rows(body) if row.kind in kinds[:1]]
@@ -254,7 +334,8 @@ def _field_of(name: str, body: type[Body]) -> str | None:
 
 
 class JsonSchemaFormat(Body):
-    """OpenAI's `response_format.json_schema`. The schema is always enforced, `strict` or not."""
+    """OpenAI's `response_format.json_schema`. The schema is always enforced, `strict`
+    or not."""
 
     tolerant = False
     schema_: Schema = Field(default=None, alias="schema")
@@ -286,7 +367,8 @@ class ResponseFormat(JsonSchemaFormat):
 
 
 class FormatHolder(Body):
-    """An object with a `format`, in Responses and Messages. Fields of the format are refused beside `format`."""
+    """An object with a `format`, in Responses and Messages. Fields of the format are
+    refused beside `format`."""
 
     path: ClassVar[str]
     """The field's name."""
@@ -315,7 +397,8 @@ class StructuredOutputs(Body):
 
 
 class ConstraintFields(Body):
-    """The fields of a constraint in a body, and of its parts `nvext` and `sampling_params`."""
+    """The fields of a constraint in a body, and of its parts `nvext` and
+    `sampling_params`."""
 
     # The names of this server, some of which SGLang shares, ...
     json_schema: Schema = None
@@ -359,9 +442,22 @@ class SglangFields(ConstraintFields):
 
 SAME_MEANING = (
     ("messages", "prompt", "input", "inputs"),
-    ("instructions", "system", "messages", "prompt", "system_prompt", "system_instruction"),
     (
-        *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "max_tokens_to_sample"),
+        "instructions",
+        "system",
+        "messages",
+        "prompt",
+        "system_prompt",
+        "system_instruction",
+    ),
+    (
+        *(
+            "max_tokens",
+            "max_completion_tokens",
+            "max_output_tokens",
+            "max_new_tokens",
+            "max_tokens_to_sample",
+        ),
         *("max_length", "n_predict", "num_predict"),
     ),
     ("stop", "stop_sequences"),
@@ -372,7 +468,8 @@ _GROUPS = {plain(name): group for group in reversed(SAME_MEANING) for name in gr
 
 
 def name_here(name: str, body: type[Body]) -> str | None:
-    """Return the name in `body` of a field that is spelled differently or comes from another API; None without one."""
+    """Return the name in `body` of a field that is spelled differently or comes from
+    another API; None without one."""
     names = {plain(known): known for known in names_of(body)}
     group = map(plain, (name, *_GROUPS.get(plain(name), ())))
     return next((names[spelling] for spelling in group if spelling in names), None)

@@ -1,4 +1,5 @@
-"""Job: the generations of one HTTP request, which are admitted together, merged into one stream, and ended together."""
+"""Job: the generations of one HTTP request, which are admitted together, merged into
+one stream, and ended together."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.context import ServerContext
 from engine.server.http_errors import FieldNames, QueueFull, ShuttingDown
-from engine.server.request.bodies import ChoicesRequest, GenerationRequest, GuidedInfo, Reported
+from engine.server.request.bodies import (
+    ChoicesRequest,
+    GenerationRequest,
+    GuidedInfo,
+    Reported,
+)
 from engine.server.request.constraints import RequestedConstraint
 from engine.server.request.fields import ConstraintFields
 from engine.step.group import SequenceGroup
@@ -35,15 +41,31 @@ _MAX_OUTPUTS = 256
 """Maximum number of outputs of a request."""
 _MAX_LOGPROBS = 200_000
 """Maximum number of log-probabilities that an answer with several choices can have."""
-_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "open_objects", "strict_schema", "max_tokens", "logprobs"}
-_SAME_NAME = sorted({param.name for param in fields(SamplingParams)} & ChoicesRequest.model_fields.keys() - _CONVERTED)
+_CONVERTED = {
+    *KINDS,
+    "backend",
+    "whitespace_pattern",
+    "open_objects",
+    "strict_schema",
+    "max_tokens",
+    "logprobs",
+}
+_SAME_NAME = sorted(
+    {param.name for param in fields(SamplingParams)}
+    & ChoicesRequest.model_fields.keys() - _CONVERTED
+)
 """Fields that mean the same in a request and in `SamplingParams`."""
 
 
 def check_size(
-    context: ServerContext, body: GenerationRequest, prompts: int, max_tokens: int | None, logprobs: int | None
+    context: ServerContext,
+    body: GenerationRequest,
+    prompts: int,
+    max_tokens: int | None,
+    logprobs: int | None,
 ) -> None:
-    """Refuse a request with too many outputs, or with several that can have too many log-probabilities."""
+    """Refuse a request with too many outputs, or with several that can have too many
+    log-probabilities."""
     n = body.n or 1
     limit = min(_MAX_OUTPUTS, context.settings.max_requests)
     if prompts * max(n, body.best_of or 1) > limit:
@@ -52,7 +74,10 @@ def check_size(
             param = "prompt"
         elif n > limit:
             param = "n"
-        raise InvalidRequest(f"prompts times n or best_of is more than the limit of {limit} outputs", param=param)
+        raise InvalidRequest(
+            f"prompts times n or best_of is more than the limit of {limit} outputs",
+            param=param,
+        )
     outputs = prompts * n
     if logprobs is None or outputs == 1:
         return
@@ -74,7 +99,8 @@ def sampling_params(
     logprobs: int | None,
     context: ServerContext,
 ) -> SamplingParams:
-    """Build and check the sampling parameters. An absent field takes the default of the model, else that of OpenAI."""
+    """Build and check the sampling parameters. An absent field takes the default of the
+    model, else that of OpenAI."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     given = {name: value for name, value in given.items() if value is not None}
     if form.shows_special_tokens:
@@ -114,11 +140,17 @@ def _check_stream(request: ChoicesRequest) -> None:
     }
     for name, is_set in whole.items():
         if is_set:
-            raise InvalidRequest(f"{name} is not available with stream: true: it needs whole outputs", param=name)
+            raise InvalidRequest(
+                f"{name} is not available with stream: true: it needs whole outputs",
+                param=name,
+            )
 
 
-def ignored_fields(request: ChoicesRequest, requested: RequestedConstraint, form: OutputForm) -> list[str]:
-    """Return the fields that have no effect on constrained text. Beside calls, `stop` still ends free text."""
+def ignored_fields(
+    request: ChoicesRequest, requested: RequestedConstraint, form: OutputForm
+) -> list[str]:
+    """Return the fields that have no effect on constrained text. Beside calls, `stop`
+    still ends free text."""
     if request.stop and (form.kind == "tools" or not _has_free_text(requested)):
         return ["stop"]
     return []
@@ -147,9 +179,11 @@ class OutputForm:
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one HTTP request: one engine request per prompt, all with the same parameters.
+    """The work of one HTTP request: one engine request per prompt, all with the same
+    parameters.
 
-    The job keeps the parts of the body that the answer needs, but not the body, which may be large.
+    The job keeps the parts of the body that the answer needs, but not the body, which
+    may be large.
     """
 
     request_id: str
@@ -170,8 +204,9 @@ class Job:
     at_admission: bool = False
     """Whether the answer only reports on the admission. The job is aborted after it."""
     relax: Callable[[InvalidConstraint], Job] | None = None
-    """Builds the job again, with any value allowed at the place of the error. This place must be in the arguments of a
-    function that is not strict; otherwise the error is raised."""
+    """Builds the job again, with any value allowed at the place of the error. This
+    place must be in the arguments of a function that is not strict; otherwise the error
+    is raised."""
 
     @property
     def log_ids(self) -> dict[str, str]:
@@ -187,9 +222,14 @@ class Job:
         return f"call_{uuid.uuid4().hex[:24]}"[-self.form.id_length :]
 
     def admitted(self, context: ServerContext) -> Job:
-        """Return this job with its engine requests. Raises `InvalidRequest` if the engine rejects one."""
+        """Return this job with its engine requests. Raises `InvalidRequest` if the
+        engine rejects one."""
         scored = self.params.prompt_logprobs
-        if scored and len(self.prompts) > 1 and sum(map(len, self.prompts)) * scored > _MAX_LOGPROBS:
+        if (
+            scored
+            and len(self.prompts) > 1
+            and sum(map(len, self.prompts)) * scored > _MAX_LOGPROBS
+        ):
             message = f"several prompts have at most {_MAX_LOGPROBS} log-probabilities"
             raise InvalidRequest(message, param="prompt_logprobs")
         groups = []
@@ -199,21 +239,30 @@ class Job:
                 request_id = f"{request_id}-{number}"
             stream = self.stream or self.at_admission
             try:
-                groups.append(context.llm.engine.admit(request_id, prompt, self.params, stream=stream))
+                groups.append(
+                    context.llm.engine.admit(
+                        request_id, prompt, self.params, stream=stream
+                    )
+                )
             except GuidedError as error:
                 raise self.located(error, number) from None
         return replace(self, groups=groups)
 
     def located(self, error: GuidedError, prompt: int) -> GuidedError:
-        """Return an error that names the field that the constraint comes from, and the prompt if there are several."""
+        """Return an error that names the field that the constraint comes from, and the
+        prompt if there are several."""
         if isinstance(error, InvalidConstraint):
             error = copy(error)  # the error of a compilation is kept for other requests
         constraint = self.params.constraint
-        about_constraint = isinstance(error, InvalidConstraint | ConstraintNotMet) and error.param in (None, *KINDS)
+        about_constraint = isinstance(
+            error, InvalidConstraint | ConstraintNotMet
+        ) and error.param in (None, *KINDS)
         if about_constraint and constraint is not None:
             name, error.pointer = constraint.place(error.pointer)
             error.param = name or error.param
-        if isinstance(error, ConstraintNotMet) and (self.params.seed is not None or self.params.is_greedy):
+        if isinstance(error, ConstraintNotMet) and (
+            self.params.seed is not None or self.params.is_greedy
+        ):
             error.retryable = False  # the output would be the same
         if error.param == "prompt" and len(self.prompts) > 1:
             error.param = f"prompt[{prompt}]"
@@ -228,7 +277,8 @@ def guided_info(job: Job, first: RequestOutput, names: FieldNames) -> GuidedInfo
         return None
 
     def place(pointer: str) -> str:
-        """Translate a pointer into the constraint to one into the field, with the field's name before it for a tool."""
+        """Translate a pointer into the constraint to one into the field, with the
+        field's name before it for a tool."""
         name, inner = constraint.place(pointer)
         if "[" not in name:
             return str(inner)
@@ -244,8 +294,11 @@ def guided_info(job: Job, first: RequestOutput, names: FieldNames) -> GuidedInfo
 
 
 def report(job: Job, error: GuidedError) -> None:
-    """Log an error that an operator can act on. Errors in the request itself are not logged."""
-    if isinstance(error, ShuttingDown | QueueFull) or (error.status < 500 and not isinstance(error, CompileTimeout)):
+    """Log an error that an operator can act on. Errors in the request itself are not
+    logged."""
+    if isinstance(error, ShuttingDown | QueueFull) or (
+        error.status < 500 and not isinstance(error, CompileTimeout)
+    ):
         return
     kind = "none"
     if job.params.constraint is not None:
@@ -263,15 +316,18 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 
 async def outputs_of(context: ServerContext, job: Job) -> Outputs:
-    """Run a job: yield (index of the prompt, its output so far), and raise the error that ends an output. The first
-    output comes when the constraint is compiled.
+    """Run a job: yield (index of the prompt, its output so far), and raise the error
+    that ends an output. The first output comes when the constraint is compiled.
 
-    The server's shutdown becomes a 503, because a retry elsewhere or later would succeed.
+    The server's shutdown becomes a 503, because a retry elsewhere or later would
+    succeed.
     """
     numbers = {group.request_id: number for number, group in enumerate(job.groups)}
     number = 0
     try:
-        async with aclosing(context.metrics.observed(context.llm.run(job.groups), job.params)) as outputs:
+        async with aclosing(
+            context.metrics.observed(context.llm.run(job.groups), job.params)
+        ) as outputs:
             async for output in outputs:
                 number = numbers[output.request_id]
                 for completion in output.outputs:
@@ -279,7 +335,8 @@ async def outputs_of(context: ServerContext, job: Job) -> Outputs:
                         raise error
                     if completion.finish_reason == "abort":
                         raise InternalError("the generation was aborted")
-                # The choices are in the order of the sequences, or of their ranks with `best_of`.
+                # The choices are in the order of the sequences, or of their ranks with
+                # `best_of`.
                 if job.params.width == job.params.n:
                     output.outputs.sort(key=lambda completion: completion.index)
                 for choice, completion in enumerate(output.outputs):

@@ -19,7 +19,9 @@ from guided.errors import ContextLengthExceeded, InvalidRequest, bounded
 _SAMPLE = "How many?"
 
 
-def encode_body(context: ServerContext, body: PromptFields, messages: Sequence[Message]) -> list[int]:
+def encode_body(
+    context: ServerContext, body: PromptFields, messages: Sequence[Message]
+) -> list[int]:
     """Tokenize the messages of a request, with the options of its body."""
     continues = body.continue_final_message
     begins_answer = body.add_generation_prompt
@@ -57,9 +59,10 @@ def encode_chat(
 ) -> list[int]:
     """Render the messages with the tokenizer's chat template and tokenize them.
 
-    Only the template produces special tokens. Text of a message that looks like one ("<|end|>") stays text: an
-    unpredictable mark after its first character divides it, and the pieces between the marks are tokenized separately.
-    (`split_special_tokens` is a setting of the tokenizer, which other threads use meanwhile.)
+    Only the template produces special tokens. Text of a message that looks like one
+    ("<|end|>") stays text: an unpredictable mark after its first character divides it,
+    and the pieces between the marks are tokenized separately. (`split_special_tokens`
+    is a setting of the tokenizer, which other threads use meanwhile.)
     """
     tokenizer = context.llm.tokenizer
     limit = context.max_characters
@@ -95,32 +98,48 @@ def encode_chat(
 
 @lru_cache(maxsize=8)
 def _takes_parts(tokenizer: Any) -> bool:
-    """Return whether the chat template reads the content of messages only as a list of parts, as the templates of some
-    models with images do. Such a template drops a string without an error."""
-    return not _renders(tokenizer, _SAMPLE) and _renders(tokenizer, [{"type": "text", "text": _SAMPLE}])
+    """Return whether the chat template reads the content of messages only as a list of
+    parts, as the templates of some models with images do. Such a template drops a
+    string without an error."""
+    return not _renders(tokenizer, _SAMPLE) and _renders(
+        tokenizer, [{"type": "text", "text": _SAMPLE}]
+    )
 
 
 def _renders(tokenizer: Any, content: Any) -> bool:
     try:
-        return _SAMPLE in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        return _SAMPLE in tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False
+        )
     except (TemplateError, ValueError, TypeError):
         return False
 
 
 def _check_template(tokenizer: Any, variables: Mapping[str, Any]) -> None:
     if not tokenizer.chat_template:
-        raise InvalidRequest("the tokenizer of this model has no chat template: use /v1/completions", param="messages")
+        raise InvalidRequest(
+            "the tokenizer of this model has no chat template: use /v1/completions",
+            param="messages",
+        )
     # Arguments of `apply_chat_template` are not variables of the template.
-    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    reserved = {
+        "messages",
+        *inspect.signature(tokenizer.apply_chat_template).parameters,
+    }
     for name in variables:
         if name in reserved:
-            raise InvalidRequest(f"chat_template_kwargs can't set {name}", param="chat_template_kwargs")
+            raise InvalidRequest(
+                f"chat_template_kwargs can't set {name}", param="chat_template_kwargs"
+            )
 
 
 def _marked(value: Any, begins: re.Pattern[str], mark: str) -> Any:
     """Return a copy of `value` with `mark` in the special tokens of its strings."""
     if isinstance(value, Mapping):
-        return {_marked(name, begins, mark): _marked(inner, begins, mark) for name, inner in value.items()}
+        return {
+            _marked(name, begins, mark): _marked(inner, begins, mark)
+            for name, inner in value.items()
+        }
     if isinstance(value, list):
         return [_marked(inner, begins, mark) for inner in value]
     if isinstance(value, str):
@@ -130,25 +149,36 @@ def _marked(value: Any, begins: re.Pattern[str], mark: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _special_begins(tokenizer: Any) -> re.Pattern[str]:
-    """Compile a pattern for the first character of a special token. (A token of a single character can't be split.)"""
+    """Compile a pattern for the first character of a special token. (A token of a
+    single character can't be split.)"""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     ends: dict[str, set[str]] = {}
     for token in added.values():
         text = str(token)
         if token.special and len(text) > 1:
             ends.setdefault(text[0], set()).add(re.escape(text[1:]))
-    begins = [f"{re.escape(first)}(?={'|'.join(sorted(rest))})" for first, rest in ends.items()]
+    begins = [
+        f"{re.escape(first)}(?={'|'.join(sorted(rest))})"
+        for first, rest in ends.items()
+    ]
     return re.compile("|".join(begins) or r"(?!)")
 
 
-def encode(context: ServerContext, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Tokenize a text. Raises if it is far too long, or has lone surrogates, which JSON escapes can spell."""
+def encode(
+    context: ServerContext, text: str, *, add_special_tokens: bool, param: str
+) -> list[int]:
+    """Tokenize a text. Raises if it is far too long, or has lone surrogates, which JSON
+    escapes can spell."""
     _check_length(text, context.max_characters, param)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{param} is not valid Unicode: {bounded(error)}", param=param) from None
-    ids: list[int] = context.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        raise InvalidRequest(
+            f"{param} is not valid Unicode: {bounded(error)}", param=param
+        ) from None
+    ids: list[int] = context.llm.tokenizer.encode(
+        text, add_special_tokens=add_special_tokens
+    )
     return ids
 
 

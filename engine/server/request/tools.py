@@ -1,5 +1,5 @@
-"""Calls and thinking of a chat: the calls that its answer may have, the constraint on the whole output, and the parser
-of the output."""
+"""Calls and thinking of a chat: the calls that its answer may have, the constraint on
+the whole output, and the parser of the output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
 from guided.json_text import JsonObject
 from guided.regex.parser import parse
-from guided.tools.formats import NAME, Calls, Function, ReasoningFormat, ToolFormat, answer_format, as_format
+from guided.tools.formats import (
+    NAME,
+    Calls,
+    Function,
+    ReasoningFormat,
+    ToolFormat,
+    answer_format,
+    as_format,
+)
 
 Thinking = Literal["open", "possible", "no"]
 _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
@@ -24,14 +32,17 @@ _OBJECT_TYPES = ("object", "Object", "OBJECT", "dict")
 
 
 def requested_calls(
-    body: ChatRequest, context: ServerContext, requested: RequestedConstraint, refused: dict[str, list[str]]
+    body: ChatRequest,
+    context: ServerContext,
+    requested: RequestedConstraint,
+    refused: dict[str, list[str]],
 ) -> Calls | None:
     """Return the calls that the answer may have, or None.
 
     Args:
         requested: has the constraint on an answer without calls.
-        refused: field of a schema that need not be enforced -> JSON pointers of the parts that a library refused. This
-            function adds the fields.
+        refused: field of a schema that need not be enforced -> JSON pointers of the
+            parts that a library refused. This function adds the fields.
     """
     tools = body.tools or []
     _check_names(tools)
@@ -57,10 +68,15 @@ def requested_calls(
             faults = [""]
         elif not (body.strict_schema or strict):
             faults = refused.setdefault(field, [])
-        options = {"open_objects": requested.open_objects, "strict_schema": body.strict_schema is True}
+        options = {
+            "open_objects": requested.open_objects,
+            "strict_schema": body.strict_schema is True,
+        }
         parameters = _parameters(tool, field, faults, **options)
         if (pattern := tool.input_grammar("regex")) is not None:
-            parse(pattern, param=field, lookaheads=False)  # raises if the regex can't be enforced
+            parse(
+                pattern, param=field, lookaheads=False
+            )  # raises if the regex can't be enforced
         text = None
         if (lark := tool.input_grammar("lark")) is not None:
             text = _text_constraint(lark, field, tool_format)
@@ -73,7 +89,8 @@ def requested_calls(
 
 
 def schema_field(index: int, tool: Tool) -> str:
-    """Return the path of the schema of a tool's arguments, or of the format of its input, in a chat."""
+    """Return the path of the schema of a tool's arguments, or of the format of its
+    input, in a chat."""
     if tool.type == "custom":
         return f"tools[{index}].custom.format"
     return f"tools[{index}].function.parameters"
@@ -95,12 +112,17 @@ def _check_names(tools: Sequence[Tool]) -> None:
             raise InvalidRequest(text, param=f"tools[{index}].{tool.type}.name")
 
 
-def _choice(choice: str | JsonObject | None, known: Sequence[str]) -> tuple[str, Collection[str]]:
-    """Return the mode (none, auto, required or named), and the functions that may be called."""
+def _choice(
+    choice: str | JsonObject | None, known: Sequence[str]
+) -> tuple[str, Collection[str]]:
+    """Return the mode (none, auto, required or named), and the functions that may be
+    called."""
     if choice is None or isinstance(choice, str):
         mode = choice or "auto"
         if mode not in ("none", "auto", "required"):
-            raise _invalid(f"{bounded(mode, 60)!r} is not one of none, auto and required")
+            raise _invalid(
+                f"{bounded(mode, 60)!r} is not one of none, auto and required"
+            )
         if mode == "required" and not known:
             raise _invalid("required needs tools")
         return mode, frozenset(known)
@@ -116,11 +138,15 @@ def _choice(choice: str | JsonObject | None, known: Sequence[str]) -> tuple[str,
     except (AttributeError, KeyError, TypeError):
         names = []
     if not names or mode not in ("named", "auto", "required"):
-        raise _invalid("its type is function or custom, with a name; or allowed_tools, with a mode and a list of tools")
+        raise _invalid(
+            "its type is function or custom, with a name; or allowed_tools, with a mode and a list of tools"
+        )
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         tools_here = ", ".join(known[:10]) or "none"
-        raise _invalid(f"there is no tool {bounded(unknown, 140)!r}; there are: {bounded(tools_here)}")
+        raise _invalid(
+            f"there is no tool {bounded(unknown, 140)!r}; there are: {bounded(tools_here)}"
+        )
     return mode, frozenset(names)
 
 
@@ -128,11 +154,14 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(message, param="tool_choice")
 
 
-def _parameters(tool: Tool, field: str, faults: Collection[str] | None, **options: Any) -> Constraint:
+def _parameters(
+    tool: Tool, field: str, faults: Collection[str] | None, **options: Any
+) -> Constraint:
     """Return the constraint on the arguments of a function, which are an object.
 
     Args:
-        faults: JSON pointers of parts of their schema that are not enforced. None: the whole schema must be enforced.
+        faults: JSON pointers of parts of their schema that are not enforced. None: the
+            whole schema must be enforced.
         options: arguments of `Constraint.json_schema`.
     """
     schema = tool.function.parameters
@@ -142,22 +171,34 @@ def _parameters(tool: Tool, field: str, faults: Collection[str] | None, **option
     if not isinstance(kinds, list):
         kinds = [kinds]
     if faults is None and "object" not in kinds:
-        message = "the parameters of a function are an object: their schema has another type"
+        message = (
+            "the parameters of a function are an object: their schema has another type"
+        )
         raise InvalidConstraint(message, param=field)
     if faults is not None and not any(kind in _OBJECT_TYPES for kind in kinds):
         faults = [""]
-    return Constraint.json_schema({**schema, "type": "object"}, faults=faults, param=field, **options)
+    return Constraint.json_schema(
+        {**schema, "type": "object"}, faults=faults, param=field, **options
+    )
 
 
 def output_form(
-    body: ChatRequest, context: ServerContext, requested: RequestedConstraint, calls: Calls | None, prompt: list[int]
+    body: ChatRequest,
+    context: ServerContext,
+    requested: RequestedConstraint,
+    calls: Calls | None,
+    prompt: list[int],
 ) -> OutputForm:
     """Combine the request's constraint, its calls and the model's thinking phase."""
     reasoning = context.reasoning_format
     if body.reasoning == "constrained":
         reasoning = None
     thinking = _thinking(reasoning, prompt, context)
-    if reasoning is not None and thinking == "no" and not (reasoning.answer or reasoning.finish):
+    if (
+        reasoning is not None
+        and thinking == "no"
+        and not (reasoning.answer or reasoning.finish)
+    ):
         reasoning = None
     if body.max_reasoning_tokens is not None and context.reasoning_format is None:
         message = "the model's chat template has none of the known thinking phases: choose one with --reasoning-format"
@@ -177,10 +218,16 @@ def output_form(
     )
     if calls is not None:
         anywhere = calls.anywhere(reasoning)
-        parser = partial(parser, tools=calls.format, functions=calls.functions, anywhere=anywhere)
+        parser = partial(
+            parser, tools=calls.format, functions=calls.functions, anywhere=anywhere
+        )
     texts = f"{reasoning}{calls and calls.format}"
     special = any(name in texts for name in context.llm.model.vocabulary.special_names)
-    if calls is None and requested.constraint is None and body.max_reasoning_tokens is None:
+    if (
+        calls is None
+        and requested.constraint is None
+        and body.max_reasoning_tokens is None
+    ):
         return OutputForm(parser=parser, shows_special_tokens=special)
     whole = _combined(body, requested, calls, reasoning, thinking)
     if calls is not None:
@@ -207,7 +254,9 @@ def _combined(
         name = constraint.param
         answer = as_format(constraint)
         whitespace = constraint.whitespace
-    form = answer_format(calls or answer, reasoning, thinking, body.max_reasoning_tokens)
+    form = answer_format(
+        calls or answer, reasoning, thinking, body.max_reasoning_tokens
+    )
     return Constraint.structural_tag(
         {"format": form},
         whitespace=whitespace,
@@ -217,11 +266,15 @@ def _combined(
     )
 
 
-def _thinking(reasoning: ReasoningFormat | None, prompt: list[int], context: ServerContext) -> Thinking:
-    """Return whether a thinking phase is open at the end of the prompt, may begin there, or may not."""
+def _thinking(
+    reasoning: ReasoningFormat | None, prompt: list[int], context: ServerContext
+) -> Thinking:
+    """Return whether a thinking phase is open at the end of the prompt, may begin
+    there, or may not."""
     if reasoning is None:
         return "no"
-    # The last tokens of the prompt show whether it ends with the begin or the end of a thinking phase.
+    # The last tokens of the prompt show whether it ends with the begin or the end of a
+    # thinking phase.
     tail = context.decode(prompt[-32:]).rstrip()
     if tail.endswith(reasoning.begin.rstrip()):
         return "open"

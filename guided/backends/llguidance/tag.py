@@ -1,8 +1,10 @@
-"""Structural tags for llguidance: one Lark grammar, with a grammar of its own for each JSON schema and grammar in it.
+"""Structural tags for llguidance: one Lark grammar, with a grammar of its own for each
+JSON schema and grammar in it.
 
-llguidance's lexer takes the longest lexeme, so whatever can be followed by literal text (free text, regexes, choices)
-becomes a *lazy* lexeme together with this text: it ends where the text first occurs. Literals that begin alike are
-factored, so that no lexeme is a prefix of another one.
+llguidance's lexer takes the longest lexeme, so whatever can be followed by literal text
+(free text, regexes, choices) becomes a *lazy* lexeme together with this text: it ends
+where the text first occurs. Literals that begin alike are factored, so that no lexeme
+is a prefix of another one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from guided.tags.structural_tag import (
 )
 
 _MAX_PARTS = 20_000
-"""Maximum number of parts of the grammar. The text after alternatives with open ends is repeated for each of them."""
+"""Maximum number of parts of the grammar. The text after alternatives with open ends is
+repeated for each of them."""
 _ANYTHING = "/(?s:.*)/"
 _EMPTY = '""'
 
@@ -49,8 +52,8 @@ class TagGrammar:
 
     Args:
         special: names and ids of the special tokens that it may use.
-        grammar_of: returns llguidance's grammar of a content, as an entry of `grammars`, and the pointers of the
-            keywords that it leaves out.
+        grammar_of: returns llguidance's grammar of a content, as an entry of
+            `grammars`, and the pointers of the keywords that it leaves out.
     """
 
     def __init__(
@@ -69,7 +72,8 @@ class TagGrammar:
         self._lazy: dict[str, str] = {}
         """Name of a lexeme -> the rule that takes it as early as possible."""
         self._rules: dict[Node, tuple[str, str]] = {}
-        """Alternatives with ends of their own, which are written once -> name and body of their rule."""
+        """Alternatives with ends of their own, which are written once -> name and body
+        of their rule."""
         self._inner: dict[Content, JsonObject] = {}
         self._parts = 0
         self.special_token_ids: set[int] = set()
@@ -81,7 +85,8 @@ class TagGrammar:
         """Return the grammars in llguidance's format.
 
         Raises:
-            UnsupportedConstraint: where a part ends can't be decided token by token; or a content is not supported.
+            UnsupportedConstraint: where a part ends can't be decided token by token; or
+                a content is not supported.
         """
         start = self._series((self._constraint.tag,)) or _EMPTY
         lexemes = (f"{name}: {body}" for body, name in self._names.items())
@@ -94,7 +99,10 @@ class TagGrammar:
         """Return the expression for `items` in order."""
         self._parts += 1
         if self._parts > _MAX_PARTS:
-            raise ConstraintTooLarge(f"the structural tag has more than {_MAX_PARTS} parts", param="structural_tag")
+            raise ConstraintTooLarge(
+                f"the structural tag has more than {_MAX_PARTS} parts",
+                param="structural_tag",
+            )
         if not items:
             return ""
         first = items[0]
@@ -124,7 +132,11 @@ class TagGrammar:
                 after = rest
                 if loop:
                     after = (_AGAIN,)
-                heads = [head for trigger, node in rules for head in self._heads((trigger, node, *after))]
+                heads = [
+                    head
+                    for trigger, node in rules
+                    for head in self._heads((trigger, node, *after))
+                ]
                 return self._text(excludes, heads, rest, loop=loop)
             case Content():
                 return self._content(first, rest)
@@ -139,26 +151,37 @@ class TagGrammar:
             rest = ()
         try:
             heads = [head for option in options for head in self._heads((option,))]
-        except UnsupportedConstraint:  # one option begins with something other than a literal
+        except (
+            UnsupportedConstraint
+        ):  # one option begins with something other than a literal
             expression = _any(self._series((option,)) for option in options)
         else:
             expression = self._factored(heads)
         return f"{expression} {self._series(rest)}"
 
     def _factored(self, heads: Sequence[_Head]) -> str:
-        """Return the alternatives. Common prefixes are written once, so that no literal is a prefix of another one."""
+        """Return the alternatives. Common prefixes are written once, so that no literal
+        is a prefix of another one."""
         options = []
-        for _, group in groupby(sorted(heads, key=_order), lambda head: _order(head)[:2]):
+        for _, group in groupby(
+            sorted(heads, key=_order), lambda head: _order(head)[:2]
+        ):
             same = list(group)
             head, rest = same[0]
             if len(same) == 1:
                 options.append(self._series((head, *rest)))
             elif isinstance(head, Token):
-                options.append(f"{self._token(head)} {self._alternatives([Series(rest) for _, rest in same])}")
+                options.append(
+                    f"{self._token(head)} {self._alternatives([Series(rest) for _, rest in same])}"
+                )
             else:
-                texts = [(text.text, rest) for text, rest in same if isinstance(text, Text)]
+                texts = [
+                    (text.text, rest) for text, rest in same if isinstance(text, Text)
+                ]
                 common = commonprefix([text for text, _ in texts])  # noqa: RUF071 -- of texts, which are no paths
-                below = [Series((Text(text[len(common) :]), *rest)) for text, rest in texts]
+                below = [
+                    Series((Text(text[len(common) :]), *rest)) for text, rest in texts
+                ]
                 options.append(f"{_literal(common)} {self._alternatives(below)}")
         return _any(options)
 
@@ -176,8 +199,16 @@ class TagGrammar:
             counts = f"{{{low},{high}}}"
         return f"({self._series((item,)) or _EMPTY}){counts} {self._series(rest)}"
 
-    def _text(self, excludes: tuple[str, ...], heads: Sequence[_Head], rest: _Items, *, loop: bool = False) -> str:
-        """Return free text up to one of `heads` (in a loop: again and again); or free text, and then `rest`."""
+    def _text(
+        self,
+        excludes: tuple[str, ...],
+        heads: Sequence[_Head],
+        rest: _Items,
+        *,
+        loop: bool = False,
+    ) -> str:
+        """Return free text up to one of `heads` (in a loop: again and again); or free
+        text, and then `rest`."""
         exits: list[_Head] = []
         if rest:
             exits = self._heads(rest)
@@ -185,7 +216,9 @@ class TagGrammar:
         literals = {head.text for head in stops if isinstance(head, Text)}
         for text in literals:
             if any(text != other and text in other for other in literals):
-                raise self._ambiguous(f"text that contains {bounded(text, 40)!r}, which ends it before")
+                raise self._ambiguous(
+                    f"text that contains {bounded(text, 40)!r}, which ends it before"
+                )
         names = self._special_in(stops)
         body = self._lexeme(_without({*excludes, *names}))
         plain = self._lexeme(_without({*excludes, *names, *literals}))
@@ -200,7 +233,8 @@ class TagGrammar:
         return _any([once, last])
 
     def _until(self, body: str, plain: str, heads: Sequence[_Head]) -> str:
-        """Return `body` up to a literal, or `plain` (which contains none of the literals) up to a token."""
+        """Return `body` up to a literal, or `plain` (which contains none of the
+        literals) up to a token."""
         options = []
         for _, group in groupby(sorted(heads, key=_order), _order):
             same = list(group)
@@ -210,7 +244,9 @@ class TagGrammar:
             else:
                 lexeme = self._lexeme(f"{body} {_literal(head.text)}")
                 before = self._lazy.setdefault(lexeme, f"t{len(self._lazy)}")
-            options.append(f"{before} {self._alternatives([Series(rest) for _, rest in same])}")
+            options.append(
+                f"{before} {self._alternatives([Series(rest) for _, rest in same])}"
+            )
         return _any(options)
 
     def _content(self, content: Content, rest: _Items) -> str:
@@ -239,12 +275,14 @@ class TagGrammar:
     def _is_open(self, node: Node) -> bool:
         """Whether the end of `node` depends on the text after it."""
         return any(
-            isinstance(end, FreeText | Dispatch) or (isinstance(end, Content) and self._texts(end) is not None)
+            isinstance(end, FreeText | Dispatch)
+            or (isinstance(end, Content) and self._texts(end) is not None)
             for end in ends(node)
         )
 
     def _heads(self, items: _Items) -> list[_Head]:
-        """Return the alternatives with which `items` can begin: only with a literal or a token."""
+        """Return the alternatives with which `items` can begin: only with a literal or
+        a token."""
         if items:
             first = items[0]
             rest = items[1:]
@@ -259,7 +297,11 @@ class TagGrammar:
                 case Token():
                     return [(first, rest)]
                 case Either(options):
-                    return [head for option in options for head in self._heads((option, *rest))]
+                    return [
+                        head
+                        for option in options
+                        for head in self._heads((option, *rest))
+                    ]
                 case Times(_, _, 0):
                     return self._heads(rest)
                 case Times(item, low) if not self._is_open(item):
@@ -272,7 +314,9 @@ class TagGrammar:
     def _pieces(self, text: str) -> list[Text | Token]:
         """Split a literal at the names of special tokens."""
         parts = enumerate(self._names_in.split(text))
-        return [Token(part) if index % 2 else Text(part) for index, part in parts if part] or [Text("")]
+        return [
+            Token(part) if index % 2 else Text(part) for index, part in parts if part
+        ] or [Text("")]
 
     def _token(self, token: Token) -> str:
         number = token.token
@@ -280,12 +324,16 @@ class TagGrammar:
             number = self._special.get(number, -1)
         if number not in self._special.values():
             message = f"{bounded(repr(token.token), 60)} is no special token that an output may contain"
-            raise UnsupportedConstraint(f"{message} (a stop token ends it, and is left out)", param="structural_tag")
+            raise UnsupportedConstraint(
+                f"{message} (a stop token ends it, and is left out)",
+                param="structural_tag",
+            )
         self.special_token_ids.add(number)
         return f"<[{number}]>"
 
     def _special_in(self, heads: Iterable[Text | Token]) -> set[str]:
-        """Return the names of special tokens that look like one of `heads` in the answer's text."""
+        """Return the names of special tokens that look like one of `heads` in the
+        answer's text."""
         tokens = {head.token for head in heads if isinstance(head, Token)}
         return {name for name, token in self._special.items() if tokens & {name, token}}
 
@@ -300,7 +348,8 @@ class TagGrammar:
 
 
 def _order(head: _Head) -> tuple[int, str, str]:
-    """Return a sort key: tokens first. The first two elements are equal for literals that begin alike."""
+    """Return a sort key: tokens first. The first two elements are equal for literals
+    that begin alike."""
     mark = head[0]
     if isinstance(mark, Token):
         return (0, str(mark.token), "")

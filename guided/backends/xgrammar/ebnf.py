@@ -5,29 +5,50 @@ from __future__ import annotations
 import re
 
 from guided.regex.parser import parse
-from guided.regex.tree import UNIVERSE, Chars, Choice, Concatenation, Node, Ranges, Repeat, across_surrogates
+from guided.regex.tree import (
+    UNIVERSE,
+    Chars,
+    Choice,
+    Concatenation,
+    Node,
+    Ranges,
+    Repeat,
+    across_surrogates,
+)
 
 
 def quoted(text: str) -> str:
     """Return the literal `text`."""
     special = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'
+    return (
+        '"'
+        + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text)
+        + '"'
+    )
 
 
 def exact(grammar: str) -> str:
-    """Return a grammar in which each `\\x` has two digits, as xgrammar prints it: it reads more, so `é0` is lost."""
-    return re.sub(r"(\\[^x])|\\x([0-9A-Fa-f]{2})", lambda escape: escape[1] or f"\\u00{escape[2]}", grammar)
+    """Return a grammar in which each `\\x` has two digits, as xgrammar prints it: it
+    reads more, so `é0` is lost."""
+    return re.sub(
+        r"(\\[^x])|\\x([0-9A-Fa-f]{2})",
+        lambda escape: escape[1] or f"\\u00{escape[2]}",
+        grammar,
+    )
 
 
 def ebnf(node: Node) -> str:
     """Return `node` as the right side of a rule."""
     match node:
         case Chars(ranges):
-            # xgrammar 0.2.8 computes wrong masks for a class with several ranges beyond ASCII behind a repetition, and
-            # for a class beyond ASCII behind another one: it allows tokens that it does not accept. Alternatives and
-            # counts are right, but masks of repeated ones take 20 ms.
+            # xgrammar 0.2.8 computes wrong masks for a class with several ranges beyond
+            # ASCII behind a repetition, and for a class beyond ASCII behind another
+            # one: it allows tokens that it does not accept. Alternatives and counts are
+            # right, but masks of repeated ones take 20 ms.
             joined = across_surrogates(ranges)
-            parts = [_class(((low, high),)) + "{1}" for low, high in joined if high >= 0x80]
+            parts = [
+                _class(((low, high),)) + "{1}" for low, high in joined if high >= 0x80
+            ]
             in_ascii = tuple((low, high) for low, high in joined if high < 0x80)
             if in_ascii:
                 parts.insert(0, _class(in_ascii))
@@ -62,7 +83,8 @@ _GBNF_TOKEN = re.compile(
 
 
 def gbnf(text: str) -> str:
-    """Return GBNF in xgrammar's notation: without `.` and empty alternatives, and with classes that it reads correctly.
+    """Return GBNF in xgrammar's notation: without `.` and empty alternatives, and with
+    classes that it reads correctly.
 
     Its other mistakes are for xgrammar to find.
 

@@ -1,10 +1,13 @@
-"""The switch: with the environment variable `GUIDED_VLLM=1`, vLLM's structured outputs are enforced by our pool.
+"""The switch: with the environment variable `GUIDED_VLLM=1`, vLLM's structured outputs
+are enforced by our pool.
 
-vLLM calls `activate`, a general plugin, in every process before anything else. Two parts of vLLM are replaced:
-the manager of structured outputs, in the engine's process, and the validation of `structured_outputs`, in the process
-that admits requests. Both are internal to vLLM, so an untested version is refused.
+vLLM calls `activate`, a general plugin, in every process before anything else. Two
+parts of vLLM are replaced: the manager of structured outputs, in the engine's process,
+and the validation of `structured_outputs`, in the process that admits requests. Both
+are internal to vLLM, so an untested version is refused.
 
-The rest is imported inside `activate`, because vLLM goes on after an exception while it imports a plugin.
+The rest is imported inside `activate`, because vLLM goes on after an exception while it
+imports a plugin.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import logging
 import os
 
 SWITCH = "GUIDED_VLLM"
-"""The environment variable: 1 (on), "force" (on, also with an untested version), or 0."""
+"""The environment variable: 1 (on), "force" (on, also with an untested version), or
+0."""
 TESTED_VERSIONS = ("0.33.0",)
 """Versions of vLLM with which `tests/vllm` passes."""
 _log = logging.getLogger("guided.integrations")
@@ -36,7 +40,9 @@ def activate() -> None:
     check_version(vllm.__version__, forced=switch == "force")
     for name in ("guided", "actors"):
         ours = logging.getLogger(name)
-        if not ours.hasHandlers():  # the application has not configured it: write where vLLM writes
+        if (
+            not ours.hasHandlers()
+        ):  # the application has not configured it: write where vLLM writes
             ours.handlers = list(logging.getLogger("vllm").handlers)
             ours.setLevel(logging.getLogger("vllm").level)
     import vllm.v1.engine.core
@@ -52,7 +58,8 @@ def activate() -> None:
 
 
 def check_version(version: str, forced: bool) -> None:
-    """Raise a `RuntimeError` if this version of vLLM is untested; if `forced`, log a warning instead."""
+    """Raise a `RuntimeError` if this version of vLLM is untested; if `forced`, log a
+    warning instead."""
     if version.partition("+")[0] in TESTED_VERSIONS:
         return
     tested = ", ".join(TESTED_VERSIONS)
@@ -61,4 +68,9 @@ def check_version(version: str, forced: bool) -> None:
             f"{SWITCH}=1 works with vLLM {tested}, and this is vLLM {version}: install vLLM {tested}, set "
             f"{SWITCH}=force to try this version, or {SWITCH}=0 for vLLM's own structured outputs"
         )
-    _log.warning("%s=force: guided was not tested with vLLM %s, but with %s", SWITCH, version, tested)
+    _log.warning(
+        "%s=force: guided was not tested with vLLM %s, but with %s",
+        SWITCH,
+        version,
+        tested,
+    )

@@ -1,7 +1,8 @@
 """Masker: the masks of the guided rows of vLLM's batch, from a pool.
 
-A row is without a mask if its request has failed, or if the mask is late: not ready at the step's deadline. Such a row
-is allowed a stop token only, and vLLM discards the token that is sampled from it. An error of a row raises nothing.
+A row is without a mask if its request has failed, or if the mask is late: not ready at
+the step's deadline. Such a row is allowed a stop token only, and vLLM discards the
+token that is sampled from it. An error of a row raises nothing.
 """
 
 from __future__ import annotations
@@ -35,27 +36,32 @@ class GuidedRequest:
     request_id: str
     """vLLM's internal id, which it makes unique."""
     stops: frozenset[int] = frozenset()
-    """Tokens at which vLLM ends the request, without the vocabulary's stop tokens. They are allowed only where the
-    constraint is satisfied."""
+    """Tokens at which vLLM ends the request, without the vocabulary's stop tokens. They
+    are allowed only where the constraint is satisfied."""
     compiled: Future[GuidedRequest] = field(default_factory=Future)
-    """A future that ends with this request when its grammar is compiled. It stays open if the request fails before."""
+    """A future that ends with this request when its grammar is compiled. It stays open
+    if the request fails before."""
     error: GuidedError | None = None
     late: set[int] = field(default_factory=set)
     """Ids of the request's sequences with a late mask at the last `collect`."""
     sequences: list[GuidedSequence] = field(default_factory=list)
-    """The sequences of the request's rows, by number of draft tokens: each row has a matcher of its own."""
+    """The sequences of the request's rows, by number of draft tokens: each row has a
+    matcher of its own."""
     committed: dict[int, int] = field(default_factory=dict)
-    """The number of prepared tokens that cannot be rejected any more, by number of draft tokens of the row."""
+    """The number of prepared tokens that cannot be rejected any more, by number of
+    draft tokens of the row."""
 
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the grammar has consumed, without those of the reasoning."""
     masks: Sequence[NDArray[np.int32]] | NDArray[np.int32] = ()
     """The masks of the last step, `[1 + drafts, words]`."""
     is_missing: bool = False
-    """Whether a row of the last step had no mask: it failed, was late, or its grammar is still being compiled."""
+    """Whether a row of the last step had no mask: it failed, was late, or its grammar
+    is still being compiled."""
 
     def is_decided(self, decided: Set[int]) -> bool:
-        """Return whether the grammar is compiled, and the masks are there that were late.
+        """Return whether the grammar is compiled, and the masks are there that were
+        late.
 
         Args:
             decided: what `Masker.decided` returned.
@@ -72,23 +78,28 @@ class GuidedRow(NamedTuple):
     token_ids: Sequence[int]
     """All output tokens before the row, by reference."""
     drafts: int = 0
-    """Number of draft tokens at the end of `token_ids`. They may be rejected in this step."""
+    """Number of draft tokens at the end of `token_ids`. They may be rejected in this
+    step."""
 
 
 class Masker:
     """Computes the masks of an engine's batches. Used from one thread, except `begin`.
 
     Args:
-        report: called with vLLM's request id and the error of each request that fails; from any thread.
+        report: called with vLLM's request id and the error of each request that fails;
+            from any thread.
     """
 
-    def __init__(self, pool: MaskPool, report: Callable[[str, GuidedError], None]) -> None:
+    def __init__(
+        self, pool: MaskPool, report: Callable[[str, GuidedError], None]
+    ) -> None:
         self._processor = GuidedProcessor(pool)
         self._vocabulary = pool.vocabulary
         self._report = report
         self._sequence_ids = itertools.count()
         self.requests: dict[str, GuidedRequest] = {}
-        """The requests that have not ended, by id. The thread that receives requests adds entries."""
+        """The requests that have not ended, by id. The thread that receives requests
+        adds entries."""
         self._rows: Sequence[GuidedRow] = ()
         self._discarded: set[int] = set()
         """The lines of rows after a stop token, or after an invalid draft token."""
@@ -108,7 +119,9 @@ class Masker:
         self.requests[request.request_id] = request
         try:
             guided = GuidedParams.from_text(params)
-            grammar = self._processor.initialize(request.request_id, guided.constraint, guided.backend)
+            grammar = self._processor.initialize(
+                request.request_id, guided.constraint, guided.backend
+            )
             grammar.add_done_callback(partial(self._compiled, request))
         except Exception as error:
             self.fail(request, error)
@@ -130,7 +143,8 @@ class Masker:
             _log.exception("request %s can't be freed", request.request_id)
 
     def fail(self, request: GuidedRequest, error: BaseException) -> None:
-        """Report an error. From now on, the request's rows have no mask. From any thread."""
+        """Report an error. From now on, the request's rows have no mask. From any
+        thread."""
         if request.error is None:
             if not isinstance(error, GuidedError):
                 error = InternalError(bounded(f"{type(error).__name__}: {error}"))
@@ -138,7 +152,8 @@ class Masker:
             self._report(request.request_id, error)
 
     def prepare(self, rows: Sequence[GuidedRow]) -> None:
-        """Start to compute the masks of `rows`, but for known late ones. `collect` or another `prepare` follows."""
+        """Start to compute the masks of `rows`, but for known late ones. `collect` or
+        another `prepare` follows."""
         self._rows = rows
         self._discarded = set()
         self._prepared = {}
@@ -171,38 +186,57 @@ class Masker:
         request = row.request
         drafts = row.drafts
         while len(request.sequences) <= drafts:
-            request.sequences.append(GuidedSequence(request.request_id, next(self._sequence_ids), row.token_ids))
+            request.sequences.append(
+                GuidedSequence(
+                    request.request_id, next(self._sequence_ids), row.token_ids
+                )
+            )
         sequence = request.sequences[drafts]
         sequence.output_token_ids = row.token_ids
-        if drafts:  # this sequence's last draft tokens may have been replaced by other tokens
-            self._processor.rollback(sequence.sequence_id, request.committed.get(drafts, 0))
+        if (
+            drafts
+        ):  # this sequence's last draft tokens may have been replaced by other tokens
+            self._processor.rollback(
+                sequence.sequence_id, request.committed.get(drafts, 0)
+            )
             request.committed[drafts] = len(row.token_ids) - drafts
         return sequence
 
-    def collect(self, bitmask: NDArray[np.int32], deadline: float, patience: float = 0.0) -> set[int]:
+    def collect(
+        self, bitmask: NDArray[np.int32], deadline: float, patience: float = 0.0
+    ) -> set[int]:
         """Write the masks of the prepared rows.
 
         Args:
-            bitmask: int32 `[lines, words]`. The lines of rows without a mask allow a stop token only.
-            deadline, patience: as for `GuidedProcessor.collect`. A row without its mask by then is late.
+            bitmask: int32 `[lines, words]`. The lines of rows without a mask allow a
+                stop token only.
+            deadline, patience: as for `GuidedProcessor.collect`. A row without its mask
+                by then is late.
 
         Returns:
-            The lines after a stop token or an invalid draft token. vLLM samples nothing from them.
+            The lines after a stop token or an invalid draft token. vLLM samples nothing
+            from them.
         """
         if self._prepared:
             try:
-                self._record_report(self._processor.collect(bitmask, deadline, patience))
+                self._record_report(
+                    self._processor.collect(bitmask, deadline, patience)
+                )
             except Exception as error:
                 self._fail_rows(error)
         computed = {row.line for row in self._prepared.values()}
         without = list(self._discarded)
         for row in self._rows:
             request = row.request
-            if row.line not in self._discarded and (row.line not in computed or request.error or request.late):
+            if row.line not in self._discarded and (
+                row.line not in computed or request.error or request.late
+            ):
                 request.is_missing = True
                 without.append(row.line)
         if without:
-            bitmask[without] = pack(self._vocabulary.stop_token_ids[:1], bitmask.shape[1] * 32)
+            bitmask[without] = pack(
+                self._vocabulary.stop_token_ids[:1], bitmask.shape[1] * 32
+            )
         return self._discarded
 
     def _record_report(self, report: ApplyReport) -> None:
@@ -213,14 +247,21 @@ class Masker:
         for sequence_id, error in report.failed.items():
             row = self._prepared[sequence_id]
             if row.drafts and isinstance(error, TokenRejected):
-                self._discarded.add(row.line)  # vLLM rejects the draft token in the row before
+                self._discarded.add(
+                    row.line
+                )  # vLLM rejects the draft token in the row before
                 self._number += 1  # the sequence is opened again
             else:
                 self.fail(row.request, error)
 
     def decided(self) -> set[int]:
-        """Return the ids of late sequences that are decided: their masks are ready, or they failed."""
-        late = [sequence_id for request in self.requests.values() for sequence_id in request.late]
+        """Return the ids of late sequences that are decided: their masks are ready, or
+        they failed."""
+        late = [
+            sequence_id
+            for request in self.requests.values()
+            for sequence_id in request.late
+        ]
         return set(self._processor.decided(late))
 
     def _fail_rows(self, error: Exception) -> None:

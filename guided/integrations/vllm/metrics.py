@@ -1,7 +1,8 @@
 """Our metrics in vLLM's `/metrics`: the guided requests, and the state of the pool.
 
-The engine's process has the pool, and its parent answers `/metrics`. So the engine writes the pool's state to a file in
-memory, and the parent reads those of its children. vLLM kills its engine's process, so a file on disk would stay.
+The engine's process has the pool, and its parent answers `/metrics`. So the engine
+writes the pool's state to a file in memory, and the parent reads those of its children.
+vLLM kills its engine's process, so a file on disk would stay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from guided.pools.metrics import pool_metrics
 from guided.pools.protocol import MaskPool
 from guided.pools.status import PoolStatus
 
-REQUESTS = Counter("guided_requests", "Requests with a constraint that guided enforces, by its kind.", ["kind"])
+REQUESTS = Counter(
+    "guided_requests",
+    "Requests with a constraint that guided enforces, by its kind.",
+    ["kind"],
+)
 """Counted where requests are admitted."""
 _NAME = "guided-pool-status"
 """Of the file in memory."""
@@ -33,7 +38,8 @@ _log = logging.getLogger("guided.integrations")
 
 
 def report(pool: MaskPool, is_closed: Callable[[], bool]) -> None:
-    """Log the state of a pool, and write it for the process that answers `/metrics`, on a thread of its own."""
+    """Log the state of a pool, and write it for the process that answers `/metrics`, on
+    a thread of its own."""
     threading.Thread(target=_report, args=(pool, is_closed), daemon=True).start()
 
 
@@ -64,10 +70,17 @@ def expose() -> None:
 class _Pools(Collector):
     def collect(self) -> Iterator[Metric]:
         pools: list[PoolStatus] = []
-        for pid in [os.getpid(), *(child.pid for child in multiprocessing.active_children())]:
+        for pid in [
+            os.getpid(),
+            *(child.pid for child in multiprocessing.active_children()),
+        ]:
             with contextlib.suppress(OSError):  # it has ended
                 for file in Path(f"/proc/{pid}/fd").iterdir():
-                    with contextlib.suppress(OSError, ValueError):  # it was closed, or is being written
+                    with contextlib.suppress(
+                        OSError, ValueError
+                    ):  # it was closed, or is being written
                         if file.readlink().name.startswith(f"memfd:{_NAME}"):
-                            pools.append(msgspec.json.decode(file.read_bytes(), type=PoolStatus))
+                            pools.append(
+                                msgspec.json.decode(file.read_bytes(), type=PoolStatus)
+                            )
         yield from pool_metrics(pools)

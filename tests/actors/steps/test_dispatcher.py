@@ -1,4 +1,5 @@
-"""Steps, placement, slots and deaths, with actors on threads: what the engine's thread does, without Ray."""
+"""Steps, placement, slots and deaths, with actors on threads: what the engine's thread
+does, without Ray."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import encode
 from serving import wait_until as until
-from thread_cluster import WAIT, Cluster, ConnectedPair, all_ready, close_all, grammar_named, outcomes
+from thread_cluster import (
+    WAIT,
+    Cluster,
+    ConnectedPair,
+    all_ready,
+    close_all,
+    grammar_named,
+    outcomes,
+)
 
 from actors.dispatcher import Dispatcher
 from actors.packages import send_package
@@ -51,7 +60,9 @@ def test_sequences_go_to_the_fewest_and_stay(cluster: Cluster) -> None:
         assert [cluster.where(number) for number in (1, 3, 5, 6, 7)] == [0, 0, 1, 1, 0]
 
 
-def test_a_backend_that_holds_the_lock_has_an_actor_of_its_own(cluster: Cluster) -> None:
+def test_a_backend_that_holds_the_lock_has_an_actor_of_its_own(
+    cluster: Cluster,
+) -> None:
     holding = replace(grammar_named("fast"), backend="lm-format-enforcer")
     cluster.open(1, 2, grammar=holding)
     cluster.open(3, 4, 5)
@@ -62,7 +73,9 @@ def test_a_backend_that_holds_the_lock_has_an_actor_of_its_own(cluster: Cluster)
     cluster.open(6)
     cluster.open(7, grammar=holding)
     cluster.step((6, ""), (7, ""))
-    assert (cluster.where(6), cluster.where(7)) == (2, 1), "also after the other one was replaced"
+    assert (cluster.where(6), cluster.where(7)) == (2, 1), (
+        "also after the other one was replaced"
+    )
     cluster.dispatcher.free([1, 2, 7])
     cluster.open(8)
     cluster.step((8, ""))
@@ -111,11 +124,15 @@ def test_a_worker_keeps_the_grammars_that_were_used_last() -> None:
         cluster.open(number, grammar=grammar)
         assert cluster.step((number, "")) == ["ax"]
     assert cluster.actors[0].backend.loaded == ["fast", "slow", "fast"]
-    assert cluster.step((0, "a"), (1, "x"), (2, "")) == ["b", "y", "ax"], "open sequences keep theirs"
+    assert cluster.step((0, "a"), (1, "x"), (2, "")) == ["b", "y", "ax"], (
+        "open sequences keep theirs"
+    )
     cluster.close()
 
 
-def test_a_grammar_that_was_not_loaded_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_was_not_loaded_is_loaded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cluster = Cluster(number=1)
     with monkeypatch.context() as patch:
         patch.setattr(cluster.actors[0].backend, "load", Mock(side_effect=MemoryError))
@@ -130,7 +147,9 @@ def test_a_grammar_that_was_not_loaded_is_loaded_again(monkeypatch: pytest.Monke
 # slots
 
 
-def test_a_slot_is_used_again_only_after_the_worker_has_freed_it(cluster: Cluster) -> None:
+def test_a_slot_is_used_again_only_after_the_worker_has_freed_it(
+    cluster: Cluster,
+) -> None:
     cluster.open(9, 10)
     cluster.step((9, ""), (10, ""))  # the grammar is loaded
     cluster.dispatcher.free([9, 10])
@@ -157,7 +176,9 @@ def test_the_lowest_free_slot_is_used_first(cluster: Cluster) -> None:
     for number in range(3, 20):
         slot = number % 3
         cluster.dispatcher.free([connection.sequences[slot].sequence.sequence_id])
-        (other, _) = (state.sequence.sequence_id for state in connection.sequences.values())
+        (other, _) = (
+            state.sequence.sequence_id for state in connection.sequences.values()
+        )
         cluster.step((other, ""))  # with its message the free is sent
         until(lambda slot=slot: bool(connection.table.ready[slot] < 0))
         cluster.open(number)
@@ -165,8 +186,11 @@ def test_the_lowest_free_slot_is_used_first(cluster: Cluster) -> None:
         assert set(connection.sequences) == {0, 1, 2}
 
 
-def test_pinned_masks_are_released_with_their_actor(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last kernel, and before the memory is unmapped. This step's kernel gets copies."""
+def test_pinned_masks_are_released_with_their_actor(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last kernel, and before the memory is unmapped. This step's kernel gets
+    copies."""
     with fake_device(monkeypatch) as device:
         table = cluster.actors[0].connection.table
         pin_masks(table.mask, 4, GPU)
@@ -181,7 +205,9 @@ def test_pinned_masks_are_released_with_their_actor(cluster: Cluster, monkeypatc
         assert [call[0] for call in device.calls] == ["register", "wait", "unregister"]
         logits = torch.zeros(1, 32 * WORDS)
         part = found.ready[0]
-        BitmaskKernel().apply(device.tensor(logits), [(part.masks, part.slots)], part.rows)
+        BitmaskKernel().apply(
+            device.tensor(logits), [(part.masks, part.slots)], part.rows
+        )
         assert device.launched == [[False]]
         assert logits.isfinite().nonzero()[:, 1].tolist() == tokens("b")
 
@@ -189,7 +215,10 @@ def test_pinned_masks_are_released_with_their_actor(cluster: Cluster, monkeypatc
 def test_more_sequences_than_slots_wait_for_a_slot() -> None:
     cluster = Cluster(number=1, slots=3)
     cluster.open(1, 2, 3, 4, 5)
-    assert cluster.step(*((number, "") for number in (1, 2, 3, 4, 5)), deadline=0.1) == ["ax"] * 3 + ["late"] * 2
+    assert (
+        cluster.step(*((number, "") for number in (1, 2, 3, 4, 5)), deadline=0.1)
+        == ["ax"] * 3 + ["late"] * 2
+    )
     assert cluster.dispatcher.decided([4, 5]) == []
     cluster.dispatcher.free([1, 3])
     cluster.step((2, "a"))
@@ -210,7 +239,9 @@ def test_frees_reach_the_worker_with_the_next_step_or_at_once(cluster: Cluster) 
     until(lambda: worker.num_open == other.num_open == 0)
 
 
-def test_masks_of_a_dead_actor_can_be_read_until_the_next_step(cluster: Cluster) -> None:
+def test_masks_of_a_dead_actor_can_be_read_until_the_next_step(
+    cluster: Cluster,
+) -> None:
     cluster.open(1, 2)
     cluster.open(3, grammar="slow")
     cluster.submit((1, "a"), (2, "x"), (3, "a"))
@@ -228,16 +259,24 @@ def test_a_late_row_is_kept_and_its_neighbours_continue(cluster: Cluster) -> Non
     cluster.open(2, 3)
     assert cluster.step((1, ""), (2, ""), (3, "")) == ["ax"] * 3
     assert cluster.where(1) == cluster.where(3)
-    assert cluster.step((1, "a"), (2, "a"), (3, "a"), deadline=0.1) == ["late", "b", "b"]
+    assert cluster.step((1, "a"), (2, "a"), (3, "a"), deadline=0.1) == [
+        "late",
+        "b",
+        "b",
+    ]
     assert cluster.step((2, "ab"), (3, "ab")) == ["cd", "cd"]
     assert cluster.dispatcher.decided([1]) == []
     cluster.slow.release.set()
     until(lambda: cluster.dispatcher.decided([1]) == [1])
     assert cluster.step((1, "a"), deadline=0.0) == ["b"]
-    assert cluster.slow.fills_at[1] == 1, "a mask that is under way is not asked for again"
+    assert cluster.slow.fills_at[1] == 1, (
+        "a mask that is under way is not asked for again"
+    )
 
 
-def test_a_late_row_that_is_ready_during_a_step_is_not_forgotten(cluster: Cluster) -> None:
+def test_a_late_row_that_is_ready_during_a_step_is_not_forgotten(
+    cluster: Cluster,
+) -> None:
     cluster.open(1, grammar="slow")
     cluster.open(2)
     assert cluster.step((1, "a"), (2, "a"), deadline=0.05) == ["late", "b"]
@@ -280,7 +319,9 @@ def test_a_hang_loses_its_sequence_and_moves_the_others(cluster: Cluster) -> Non
     cluster.submit((1, "a"), (3, ""), (2, "a"))
     assert cluster.where(3) == 0
     cluster.end(cluster.where(1), hung=True)
-    assert kinds(cluster.collect()) == [MaskTimeout, "ax", "b"], "it was opened again within the step"
+    assert kinds(cluster.collect()) == [MaskTimeout, "ax", "b"], (
+        "it was opened again within the step"
+    )
     assert cluster.dispatcher.replays == 1
     assert cluster.where(3) == 1
 
@@ -304,7 +345,9 @@ def test_with_replays_a_sequence_ends_at_the_next_death() -> None:
 
 
 @pytest.mark.parametrize("cause", ["died", "fill", "frozen", "transfer"])
-def test_a_constraint_that_ends_two_workers_is_in_quarantine(cause: EndCause, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constraint_that_ends_two_workers_is_in_quarantine(
+    cause: EndCause, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("actors.quarantine._APART_SECONDS", 0.0)
     cluster = Cluster(number=0)
     cluster.slow.slow_at = 0
@@ -316,7 +359,9 @@ def test_a_constraint_that_ends_two_workers_is_in_quarantine(cause: EndCause, mo
         assert cluster.slow.reached.wait(WAIT)
         actor = cluster.actors[cluster.where(number)].connection
         works = actor.work()[:1] if cause == "fill" else []
-        cluster.dispatcher.announce(partial(cluster.dispatcher.end, actor, WorkerDied("ended"), cause, works))
+        cluster.dispatcher.announce(
+            partial(cluster.dispatcher.end, actor, WorkerDied("ended"), cause, works)
+        )
         cluster.collect(0.0)
         cluster.dispatcher.free([number])
     cluster.slow.release.set()
@@ -327,13 +372,17 @@ def test_a_constraint_that_ends_two_workers_is_in_quarantine(cause: EndCause, mo
     is_refused = cause in ("died", "fill")
     assert isinstance(last, ConstraintQuarantined) if is_refused else last == "ax"
     assert other == "ax"
-    assert cluster.dispatcher.quarantine.keys() == [grammar_named("slow").constraint.key] * is_refused
+    assert (
+        cluster.dispatcher.quarantine.keys()
+        == [grammar_named("slow").constraint.key] * is_refused
+    )
     cluster.close()
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_deaths_of_idle_workers_lose_no_local_row(is_remote: bool) -> None:
-    """What a remote worker was busy with is not known: each row that waits counts, so that none waits for ever."""
+    """What a remote worker was busy with is not known: each row that waits counts, so
+    that none waits for ever."""
     dispatcher = Dispatcher(pool_wait=30.0, max_replays=1)
     sequence = GuidedSequence("request", 1, [])
     dispatcher.open(sequence, grammar_named("fast"))
@@ -365,7 +414,9 @@ def test_a_constraint_with_a_mask_is_not_suspected() -> None:
 
 
 @pytest.mark.parametrize(("max_replays", "ends"), [(0, 2), (2, 3)])
-def test_what_workers_are_frozen_with_is_not_replayed_for_ever(max_replays: int, ends: int) -> None:
+def test_what_workers_are_frozen_with_is_not_replayed_for_ever(
+    max_replays: int, ends: int
+) -> None:
     cluster = Cluster(number=4, max_replays=max_replays)
     cluster.slow.slow_at = 0
     cluster.open(1, grammar="slow")
@@ -375,13 +426,17 @@ def test_what_workers_are_frozen_with_is_not_replayed_for_ever(max_replays: int,
         assert cluster.collect(0.0) == ["late"]
         assert cluster.slow.reached.wait(WAIT)
         actor = cluster.actors[cluster.where(1)].connection
-        cluster.dispatcher.announce(partial(cluster.dispatcher.end, actor, WorkerDied("frozen"), "frozen"))
+        cluster.dispatcher.announce(
+            partial(cluster.dispatcher.end, actor, WorkerDied("frozen"), "frozen")
+        )
     assert kinds(cluster.step((1, ""))) == [WorkerDied]
     cluster.close()
 
 
 @pytest.mark.parametrize("hung", [False, True])
-def test_a_late_row_is_decided_if_its_actor_is_gone(cluster: Cluster, hung: bool) -> None:
+def test_a_late_row_is_decided_if_its_actor_is_gone(
+    cluster: Cluster, hung: bool
+) -> None:
     cluster.open(1, grammar="slow")
     cluster.open(2)
     assert cluster.step((1, "a"), (2, ""), deadline=0.05) == ["late", "ax"]
@@ -417,9 +472,15 @@ def test_answers_about_others_and_garbage_change_nothing(cluster: Cluster) -> No
     (slot,) = actor.connection.sequences
     version = int(actor.connection.table.target[slot])
     error = to_wire(WorkerDied("no"))
-    wrong = [Failed(slot, version - 1, error), Failed(99, version, error), Failed(-1, version, error)]
+    wrong = [
+        Failed(slot, version - 1, error),
+        Failed(99, version, error),
+        Failed(-1, version, error),
+    ]
     for message in (*map(encode, wrong), WAKE, b"\xc1garbled"):
-        send_package(actor.pair.end, message)  # the server's thread is in a mask: the socket is free
+        send_package(
+            actor.pair.end, message
+        )  # the server's thread is in a mask: the socket is free
     assert cluster.collect(0.2) == ["late", "ax"]
 
 
@@ -428,8 +489,8 @@ def test_answers_about_others_and_garbage_change_nothing(cluster: Cluster) -> No
 def test_whatever_happens_a_ready_row_is_the_mask_of_its_output(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Steps of any rows, deadlines, rollbacks, frees, actors that die, hang and join: a mask is right, or the
-    row is not ready."""
+    """Steps of any rows, deadlines, rollbacks, frees, actors that die, hang and join: a
+    mask is right, or the row is not ready."""
     cluster = Cluster(slots=6, max_replays=data.draw(st.sampled_from([0, 2])))
     cluster.slow.release.set()
     letters = {tokens(letter)[0]: letter for letter in "abcdxyz"}
@@ -442,16 +503,25 @@ def test_whatever_happens_a_ready_row_is_the_mask_of_its_output(
             return
         numbers.append(len(actions) * 1000 + len(numbers) + 1)
         text = data.draw(st.sampled_from(sorted(wants)))
-        cluster.open(numbers[-1], grammar=data.draw(st.sampled_from(["fast", "slow"])), text=text)
+        cluster.open(
+            numbers[-1], grammar=data.draw(st.sampled_from(["fast", "slow"])), text=text
+        )
 
     def steps() -> None:
-        rows = data.draw(st.lists(st.sampled_from(numbers), max_size=8, unique=True)) if numbers else []
+        rows = (
+            data.draw(st.lists(st.sampled_from(numbers), max_size=8, unique=True))
+            if numbers
+            else []
+        )
         texts = [data.draw(st.sampled_from(sorted(wants))) for _ in rows]
         for number, text in zip(rows, texts, strict=True):
             known = cluster.sequences[number].output_token_ids
             if known != tokens(text)[: len(known)]:
                 cluster.dispatcher.rollback(number, 0)
-        found = cluster.step(*zip(rows, texts, strict=True), deadline=data.draw(st.sampled_from([0.0, 0.001, 1.0])))
+        found = cluster.step(
+            *zip(rows, texts, strict=True),
+            deadline=data.draw(st.sampled_from([0.0, 0.001, 1.0])),
+        )
         for text, outcome in zip(texts, found, strict=True):
             assert isinstance(outcome, GuidedError) or outcome in ("late", wants[text])
 
@@ -461,9 +531,19 @@ def test_whatever_happens_a_ready_row_is_the_mask_of_its_output(
         for _ in range(3):
             cluster.dispatcher.submit(rows, batch=len(actions))
             found = outcomes(cluster.dispatcher.collect(1.0), len(rows))
-            wanted = [wants["".join(letters[token] for token in row.output_token_ids)] for row in rows]
-            assert all(isinstance(a, GuidedError) or a in ("late", b) for a, b in zip(found, wanted, strict=True))
-            if not all_ready(found) or set(found) & {"cd", "z", "."}:  # the next output may be none of `wants`
+            wanted = [
+                wants["".join(letters[token] for token in row.output_token_ids)]
+                for row in rows
+            ]
+            assert all(
+                isinstance(a, GuidedError) or a in ("late", b)
+                for a, b in zip(found, wanted, strict=True)
+            )
+            if not all_ready(found) or set(found) & {
+                "cd",
+                "z",
+                ".",
+            }:  # the next output may be none of `wants`
                 return
             for row, outcome in zip(rows, found, strict=True):
                 row.output_token_ids = [*row.output_token_ids, tokens(str(outcome))[0]]
@@ -473,15 +553,24 @@ def test_whatever_happens_a_ready_row_is_the_mask_of_its_output(
 
     def frees() -> None:
         if numbers:
-            cluster.dispatcher.free([numbers.pop(data.draw(st.integers(0, len(numbers) - 1)))])
+            cluster.dispatcher.free(
+                [numbers.pop(data.draw(st.integers(0, len(numbers) - 1)))]
+            )
 
     def dies() -> None:
-        cluster.end(data.draw(st.integers(0, len(cluster.actors) - 1)), hung=data.draw(st.booleans()))
+        cluster.end(
+            data.draw(st.integers(0, len(cluster.actors) - 1)),
+            hung=data.draw(st.booleans()),
+        )
         cluster.join(slots=6)
 
     try:
         for _ in range(data.draw(st.integers(3, 15))):
-            action = data.draw(st.sampled_from([opens, opens, steps, steps, continues, asks, frees, dies]))
+            action = data.draw(
+                st.sampled_from(
+                    [opens, opens, steps, steps, continues, asks, frees, dies]
+                )
+            )
             actions.append(action)
             action()
     finally:  # hypothesis gives up on some of its examples

@@ -1,6 +1,8 @@
-"""The step server inside an actor: what it accepts, when it answers, which of its threads does what.
+"""The step server inside an actor: what it accepts, when it answers, which of its
+threads does what.
 
-On another node it is the same, with `forward` and `RemoteSteps` between the engine and its server.
+On another node it is the same, with `forward` and `RemoteSteps` between the engine and
+its server.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class RemoteActor:
             give_up=self.server_ended.set,
         )
 
-        def start(end: socket, receive_grammar: Callable[[], Any], table: SlotTable) -> None:
+        def start(
+            end: socket, receive_grammar: Callable[[], Any], table: SlotTable
+        ) -> None:
             self._server_end = end
             serve(end, receive_grammar, table).start()
 
@@ -117,7 +121,9 @@ class Peer:
     def send(self, *requests: Request) -> None:
         self.channel.send(encode(list(requests)))
 
-    def open(self, slot: int, text: str = "", grammar: str = "g", edit: int = 1) -> Open:
+    def open(
+        self, slot: int, text: str = "", grammar: str = "g", edit: int = 1
+    ) -> Open:
         """A request to open a sequence; writes its target."""
         self.table.target[slot] = version = edit * EDIT + len(text)
         return Open(slot, version, self.numbers[grammar], tokens(text))
@@ -211,8 +217,13 @@ def test_masks_are_written_into_the_table(either: Peer) -> None:
     assert either.wait(3) == "y"
 
 
-def test_a_failed_row_is_reported_and_logged(either: Peer, caplog: pytest.LogCaptureFixture) -> None:
-    either.send(msgspec.structs.replace(either.open(3, "q"), request_id="request-7"), either.open(1))
+def test_a_failed_row_is_reported_and_logged(
+    either: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    either.send(
+        msgspec.structs.replace(either.open(3, "q"), request_id="request-7"),
+        either.open(1),
+    )
     either.wait(1)
     answer = either.answer()
     assert isinstance(answer, Failed)
@@ -240,7 +251,8 @@ def test_a_position_that_does_not_fit_is_a_failure(peer: Peer) -> None:
 
 
 def stick(peer: Peer, slow: SlowGrammar, other: str = "g") -> None:
-    """Have the first thread stuck in the row of slot 0. Another grammar is loaded too."""
+    """Have the first thread stuck in the row of slot 0. Another grammar is loaded
+    too."""
     peer.send(peer.open(0, grammar="slow"), peer.open(7, grammar=other))
     peer.wait(0), peer.wait(7)
     peer.send(peer.free(7), peer.fill(0, "a"))
@@ -249,7 +261,9 @@ def stick(peer: Peer, slow: SlowGrammar, other: str = "g") -> None:
 
 def test_quick_rows_do_not_wait_for_a_slow_one(either: Peer, slow: SlowGrammar) -> None:
     stick(either, slow)
-    until(lambda: 0 in either.table.mark["busy"])  # the mark names the slot of each thread
+    until(
+        lambda: 0 in either.table.mark["busy"]
+    )  # the mark names the slot of each thread
     either.send(either.open(1), either.open(2, "a"))
     assert either.wait(1) == "ax"
     assert either.wait(2) == "bc"
@@ -315,7 +329,9 @@ def test_a_grammar_that_is_dropped_on_its_way_serves_its_rows(peer: Peer) -> Non
     assert peer.wait(0) == "ax"
 
 
-def test_the_heartbeat_says_how_long_a_thread_is_busy(either: Peer, slow: SlowGrammar) -> None:
+def test_the_heartbeat_says_how_long_a_thread_is_busy(
+    either: Peer, slow: SlowGrammar
+) -> None:
     stick(either, slow)
     mark = either.table.mark
     until(lambda: any(work.wall > 0.3 for work in either.connection.work()))
@@ -329,14 +345,17 @@ def test_the_heartbeat_says_how_long_a_thread_is_busy(either: Peer, slow: SlowGr
 def test_a_heartbeat_that_is_starved_blames_no_row(
     peer: Peer, slow: SlowGrammar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All threads wait for a CPU; that of the heartbeat waits longest while it reads for how long they have."""
+    """All threads wait for a CPU; that of the heartbeat waits longest while it reads
+    for how long they have."""
     stick(peer, slow)
     calls, since, seconds = count(1), time.monotonic(), [0.0]
     heart = int(peer.table.mark["heart"][0])
 
     def times(_: object) -> tuple[float, float]:
         waited = time.monotonic() - since
-        if threading.get_native_id() == heart and next(calls) == 4 * 3:  # the last of its third heartbeat
+        if (
+            threading.get_native_id() == heart and next(calls) == 4 * 3
+        ):  # the last of its third heartbeat
             time.sleep(1.0)
         return 0.0, waited
 
@@ -350,8 +369,12 @@ def test_a_heartbeat_that_is_starved_blames_no_row(
     assert max(seconds) < 0.5
 
 
-@pytest.mark.parametrize("grammar", ["new", "slow"], ids=["slow", "of the same grammar"])
-def test_rows_that_the_second_thread_leaves(peer: Peer, slow: SlowGrammar, grammar: str) -> None:
+@pytest.mark.parametrize(
+    "grammar", ["new", "slow"], ids=["slow", "of the same grammar"]
+)
+def test_rows_that_the_second_thread_leaves(
+    peer: Peer, slow: SlowGrammar, grammar: str
+) -> None:
     stick(peer, slow)
     peer.send(peer.open(1, grammar=grammar), peer.open(2))
     assert peer.wait(2) == "ax"
@@ -361,7 +384,9 @@ def test_rows_that_the_second_thread_leaves(peer: Peer, slow: SlowGrammar, gramm
     assert peer.wait(1) == "ax"
 
 
-def test_an_edit_of_a_row_that_is_being_filled_follows_it(peer: Peer, slow: SlowGrammar) -> None:
+def test_an_edit_of_a_row_that_is_being_filled_follows_it(
+    peer: Peer, slow: SlowGrammar
+) -> None:
     stick(peer, slow)
     peer.table.target[0] = version = 2 * EDIT + 2
     peer.send(Edit(0, version, 0, tokens("xy")))
@@ -370,7 +395,9 @@ def test_an_edit_of_a_row_that_is_being_filled_follows_it(peer: Peer, slow: Slow
     assert peer.wait(0) == "z"
 
 
-def test_a_slot_is_free_only_after_its_row_was_filled(actor: ThreadActor, peer: Peer, slow: SlowGrammar) -> None:
+def test_a_slot_is_free_only_after_its_row_was_filled(
+    actor: ThreadActor, peer: Peer, slow: SlowGrammar
+) -> None:
     stick(peer, slow)
     peer.send(peer.free(0), peer.open(1))
     assert peer.wait(1) == "ax"
@@ -400,7 +427,9 @@ def test_rows_of_a_grammar_of_the_second_thread_are_all_filled() -> None:
 def test_slow_and_quick_rows_of_one_grammar_are_all_filled(
     peer: Peer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.server.SLOW_SECONDS", 5e-5)  # what a row takes: some are slow, some are quick
+    monkeypatch.setattr(
+        "actors.server.SLOW_SECONDS", 5e-5
+    )  # what a row takes: some are slow, some are quick
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)  # threads interrupt each other everywhere
     slots = range(8)
@@ -413,7 +442,9 @@ def test_slow_and_quick_rows_of_one_grammar_are_all_filled(
         assert [peer.wait(slot) for slot in slots] == [mask] * len(slots)
 
 
-def test_the_server_ends_with_its_connection(actor: ThreadActor, peer: Peer, slow: SlowGrammar) -> None:
+def test_the_server_ends_with_its_connection(
+    actor: ThreadActor, peer: Peer, slow: SlowGrammar
+) -> None:
     stick(peer, slow)
     actor.connection.close()
     assert actor.ended.wait(10), "noticed by the second thread"
@@ -430,7 +461,14 @@ def test_the_channel_ends_with_an_actor_on_another_node(remote: RemoteActor) -> 
 
 def test_the_mark_of_an_actor_elsewhere_comes_with_its_lines() -> None:
     pair, answers = ConnectedPair(), queue.Queue[Lines]()
-    forward(pair.end, pair.grammars, pair.workers_table, lambda *_: None, lambda *_: None, answers.get)
+    forward(
+        pair.end,
+        pair.grammars,
+        pair.workers_table,
+        lambda *_: None,
+        lambda *_: None,
+        answers.get,
+    )
     mark = pair.table.mark.copy()
     mark["busy"][0, LOAD] = 7
     mark.setflags(write=False)  # as Ray returns it

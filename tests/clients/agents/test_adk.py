@@ -10,10 +10,16 @@ from google.adk.models.lite_llm import LiteLlm
 from google.adk.runners import InMemoryRunner
 
 
-def last_event(shared: dict[str, Any], model_options: dict[str, Any], **options: Any) -> Any:
+def last_event(
+    shared: dict[str, Any], model_options: dict[str, Any], **options: Any
+) -> Any:
     address = {"api_base": shared["URL"], "api_key": shared["KEY"]}
-    model = LiteLlm(f"openai/{shared['MODEL']}", **address, max_tokens=200, **model_options)
-    runner = InMemoryRunner(LlmAgent(name="clerk", model=model, **options), app_name="clients")
+    model = LiteLlm(
+        f"openai/{shared['MODEL']}", **address, max_tokens=200, **model_options
+    )
+    runner = InMemoryRunner(
+        LlmAgent(name="clerk", model=model, **options), app_name="clients"
+    )
     return asyncio.run(runner.run_debug(shared["TEXT"], quiet=True))[-1]
 
 

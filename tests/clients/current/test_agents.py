@@ -10,7 +10,9 @@ import pytest
 
 @pytest.fixture(params=["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
 def model(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
-    client = openai.AsyncOpenAI(base_url=shared["URL"], api_key=shared["KEY"], max_retries=0)
+    client = openai.AsyncOpenAI(
+        base_url=shared["URL"], api_key=shared["KEY"], max_retries=0
+    )
     return getattr(agents, request.param)(shared["MODEL"], client)
 
 
@@ -29,7 +31,9 @@ def test_streamed_tools(model: Any, shared: dict[str, Any]) -> None:
         "writer",
         model=model,
         tools=[store],
-        model_settings=agents.ModelSettings(tool_choice="required", parallel_tool_calls=False),
+        model_settings=agents.ModelSettings(
+            tool_choice="required", parallel_tool_calls=False
+        ),
         tool_use_behavior="stop_on_first_tool",
     )
 
@@ -44,10 +48,14 @@ def test_streamed_tools(model: Any, shared: dict[str, Any]) -> None:
 
 
 def test_an_agent_loop(model: Any, shared: dict[str, Any], get_weather: Any) -> None:
-    agent = agents.Agent("clerk", model=model, tools=[agents.function_tool(get_weather)])
+    agent = agents.Agent(
+        "clerk", model=model, tools=[agents.function_tool(get_weather)]
+    )
     result = agents.Runner.run_sync(agent, shared["QUESTION"], max_turns=4)
     assert result.final_output == shared["ANSWER"]
-    assert [item.output for item in result.new_items if item.type == "tool_call_output_item"] == ["sunny in Lisbon"]
+    assert [
+        item.output for item in result.new_items if item.type == "tool_call_output_item"
+    ] == ["sunny in Lisbon"]
 
 
 def test_a_second_turn(model: Any, shared: dict[str, Any]) -> None:
@@ -59,7 +67,9 @@ def test_a_second_turn(model: Any, shared: dict[str, Any]) -> None:
         return "noon"
 
     settings, Person = agents.ModelSettings(tool_choice="now"), shared["Person"]  # noqa: N806
-    agent = agents.Agent("teller", model=model, tools=[now], output_type=Person, model_settings=settings)
+    agent = agents.Agent(
+        "teller", model=model, tools=[now], output_type=Person, model_settings=settings
+    )
     result = agents.Runner.run_sync(agent, shared["TEXT"], max_turns=6)
     assert isinstance(result.final_output, Person)
     assert any(item.type == "tool_call_output_item" for item in result.new_items)

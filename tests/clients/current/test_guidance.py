@@ -1,4 +1,5 @@
-"""guidance: both models. Their grammars come as `guided_grammar` and `structured_outputs`, or as `ebnf`."""
+"""guidance: both models. Their grammars come as `guided_grammar` and
+`structured_outputs`, or as `ebnf`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ def write(
     request: pytest.FixtureRequest, model_of: Callable[..., Any], shared: dict[str, Any]
 ) -> Callable[[Any], dict[str, Any]]:
     def run(answer: Any) -> Any:
-        model = model_of("guidance", {"VLLMModel": getattr(experimental, request.param)})
+        model = model_of(
+            "guidance", {"VLLMModel": getattr(experimental, request.param)}
+        )
         with guidance.user():
             model += shared["TEXT"]
         with guidance.assistant():

@@ -1,4 +1,5 @@
-"""langchain-openai: `with_structured_output` in all methods, `bind_tools`, streams; chats and responses."""
+"""langchain-openai: `with_structured_output` in all methods, `bind_tools`, streams;
+chats and responses."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_structured_output(model: Any, shared: dict[str, Any], method: str) -> N
 
 
 def test_streamed_tools(model: Any, shared: dict[str, Any]) -> None:
-    bound = model.bind_tools([shared["Person"]], tool_choice="Person", parallel_tool_calls=False)
+    bound = model.bind_tools(
+        [shared["Person"]], tool_choice="Person", parallel_tool_calls=False
+    )
     first, *others = bound.stream(shared["TEXT"])
     [call] = sum(others, first).tool_calls
     assert call["args"] == {"name": "Anna Weber", "age": 47, "city": "Hamburg"}

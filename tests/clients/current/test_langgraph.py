@@ -1,4 +1,5 @@
-"""langgraph: an agent loop that ends, and one with an output type; chats and responses."""
+"""langgraph: an agent loop that ends, and one with an output type; chats and
+responses."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been move
 
 
 @pytest.mark.parametrize("responses", [False, True])
-def test_an_agent_loop(model_of: Callable[..., Any], shared: dict[str, Any], get_weather: Any, responses: bool) -> None:
+def test_an_agent_loop(
+    model_of: Callable[..., Any],
+    shared: dict[str, Any],
+    get_weather: Any,
+    responses: bool,
+) -> None:
     model = model_of("langgraph", {"ChatOpenAI": ChatOpenAI})
     model.use_responses_api = responses
     agent = create_react_agent(model, [get_weather], response_format=shared["Person"])

@@ -1,4 +1,5 @@
-"""outlines: `from_vllm` and `from_sglang`, which have a field of its own for grammars, with every type."""
+"""outlines: `from_vllm` and `from_sglang`, which have a field of its own for grammars,
+with every type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The code of docs/clients.md prints what the page says. `tests/server` uses the openai package for more."""
+"""The code of docs/clients.md prints what the page says. `tests/server` uses the openai
+package for more."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-SECTIONS = ["openai", "anthropic", "openai-agents", "pydantic-ai", "langchain-openai", "outlines", "ollama"]
+SECTIONS = [
+    "openai",
+    "anthropic",
+    "openai-agents",
+    "pydantic-ai",
+    "langchain-openai",
+    "outlines",
+    "ollama",
+]
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -1,4 +1,5 @@
-"""pydantic-ai: output by function calls and by response_format, an agent loop, streams; chats and responses."""
+"""pydantic-ai: output by function calls and by response_format, an agent loop, streams;
+chats and responses."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def model(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("mode", ["ToolOutput", "NativeOutput"])
 def test_output_and_streams(model: Any, shared: dict[str, Any], mode: str) -> None:
-    agent = pydantic_ai.Agent(model, output_type=getattr(pydantic_ai, mode)(shared["Person"]))
+    agent = pydantic_ai.Agent(
+        model, output_type=getattr(pydantic_ai, mode)(shared["Person"])
+    )
     person = shared["PERSON"]
     assert agent.run_sync(shared["TEXT"]).output == person
 

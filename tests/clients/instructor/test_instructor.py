@@ -21,8 +21,14 @@ def client(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
 
 
 def test_whole_and_streamed(client: Any, shared: dict[str, Any]) -> None:
-    asked = {"model": shared["MODEL"], "messages": [{"role": "user", "content": shared["TEXT"]}], "max_retries": 0}
+    asked = {
+        "model": shared["MODEL"],
+        "messages": [{"role": "user", "content": shared["TEXT"]}],
+        "max_retries": 0,
+    }
     person = client.chat.completions.create(**asked, response_model=shared["Person"])
     assert person.model_dump() == shared["PERSON"].model_dump()
-    *_, last = client.chat.completions.create_partial(**asked, response_model=shared["Person"])
+    *_, last = client.chat.completions.create_partial(
+        **asked, response_model=shared["Person"]
+    )
     assert last.model_dump() == person.model_dump()

@@ -11,7 +11,9 @@ from engine.model.loader import LoadedModel
 from engine.server.logs import JsonFormatter
 
 
-def test_a_failed_request_is_one_line_with_its_ids(tiny_model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_request_is_one_line_with_its_ids(
+    tiny_model: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
     with hosted(tiny_model) as server:
         server.pool.fails = lambda sequence_id, position: True
         answer = server.post(regex="[a-z]{5}")
@@ -24,4 +26,8 @@ def test_a_failed_request_is_one_line_with_its_ids(tiny_model: LoadedModel, capl
     assert fields["x_request_id"] == answer.headers["x-request-id"]
     assert fields["request_id"] in fields["message"]
     assert fields["traceback"] == 'ValueError: with "quotes"\nand lines'
-    assert (fields["level"], fields["code"], fields["logger"]) == ("warning", "backend_error", "guided.server")
+    assert (fields["level"], fields["code"], fields["logger"]) == (
+        "warning",
+        "backend_error",
+        "guided.server",
+    )

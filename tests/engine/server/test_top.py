@@ -34,11 +34,17 @@ def test_a_server_at_work_and_after_its_restart(tiny_model: LoadedModel) -> None
         for text in ("1 x invalid_constraint", "ms a step", "1 up"):
             assert any(text in line for line in lines)
         restarted = replace(now, at=now.at + 1, samples=dict.fromkeys(now.samples, 0.0))
-        (cells,) = [line.split() for line in shown(server.url, now, restarted) if line.startswith("running")]
+        (cells,) = [
+            line.split()
+            for line in shown(server.url, now, restarted)
+            if line.startswith("running")
+        ]
         assert cells[2:4] == ["tokens/s", "0.0"]
 
 
 def test_a_server_that_is_gone() -> None:
-    result = CliRunner().invoke(app, ["top", "http://127.0.0.1:1/", "--once", "--interval", "0.1"])
+    result = CliRunner().invoke(
+        app, ["top", "http://127.0.0.1:1/", "--once", "--interval", "0.1"]
+    )
     assert result.exit_code == 1
     assert "http://127.0.0.1:1/ does not answer" in result.output

@@ -1,4 +1,5 @@
-"""Keywords that the mask does not enforce: the output may end only if the whole document satisfies the schema."""
+"""Keywords that the mask does not enforce: the output may end only if the whole
+document satisfies the schema."""
 
 from __future__ import annotations
 
@@ -24,8 +25,18 @@ NUMBERS = {"type": "array", "items": {"type": "integer"}}
 CASES: list[tuple[dict[str, Any], Any, Any, str]] = [
     ({**NUMBERS, "uniqueItems": True}, [1, 2], [1, 1], "/uniqueItems"),
     ({**NUMBERS, "contains": {"const": 7}, "maxContains": 1}, [7], [7, 7], "/contains"),
-    ({"type": "object", "minProperties": 2}, {"a": 1, "b": 2}, {"a": 1}, "/minProperties"),
-    ({"type": "array", "items": {"type": "number", "multipleOf": 123457}}, [123457, 0], [3], "/items/multipleOf"),
+    (
+        {"type": "object", "minProperties": 2},
+        {"a": 1, "b": 2},
+        {"a": 1},
+        "/minProperties",
+    ),
+    (
+        {"type": "array", "items": {"type": "number", "multipleOf": 123457}},
+        [123457, 0],
+        [3],
+        "/items/multipleOf",
+    ),
 ]
 
 
@@ -39,10 +50,13 @@ class Row:
 
     def write(self, document: Any) -> Any:
         """Write a whole document. Returns the error of the mask after it."""
-        return self.worker.fill(0, self.vocabulary.encode(json.dumps(document)), self.mask)
+        return self.worker.fill(
+            0, self.vocabulary.encode(json.dumps(document)), self.mask
+        )
 
     def write_text(self, text: str) -> tuple[Any, str]:
-        """Write token by token. Returns the first error of a mask, and what was written before it."""
+        """Write token by token. Returns the first error of a mask, and what was written
+        before it."""
         written = b""
         for token in self.vocabulary.encode(text):
             if (error := self.worker.fill(0, [token], self.mask)) is not None:
@@ -58,7 +72,13 @@ class Row:
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize(("schema", "valid", "invalid", "keyword"), CASES)
 def test_an_output_ends_only_if_it_is_valid(
-    backends: Backends, vocabulary: Vocabulary, backend: str, schema: Any, valid: Any, invalid: Any, keyword: str
+    backends: Backends,
+    vocabulary: Vocabulary,
+    backend: str,
+    schema: Any,
+    valid: Any,
+    invalid: Any,
+    keyword: str,
 ) -> None:
     constraint = Constraint.json_schema(schema)
     compiled = backends[backend].compile(constraint)
@@ -77,8 +97,14 @@ def test_an_output_ends_only_if_it_is_valid(
     assert refused.value.pointer is not None
 
 
-def test_forks_and_rollbacks_keep_what_was_written(backends: Backends, vocabulary: Vocabulary) -> None:
-    matcher = backends["llguidance"].compile(Constraint.json_schema({**NUMBERS, "uniqueItems": True})).matcher()
+def test_forks_and_rollbacks_keep_what_was_written(
+    backends: Backends, vocabulary: Vocabulary
+) -> None:
+    matcher = (
+        backends["llguidance"]
+        .compile(Constraint.json_schema({**NUMBERS, "uniqueItems": True}))
+        .matcher()
+    )
     matcher.accept_tokens(vocabulary.encode("[1,"))
     ends = {text: vocabulary.encode(text) for text in ("1]", "2]")}
     other = matcher.fork()
@@ -101,19 +127,38 @@ def test_forks_and_rollbacks_keep_what_was_written(backends: Backends, vocabular
         ({"type": "number"}, "NaN"),
         ({"type": "number", "multipleOf": 0.5}, "-0.3e-400"),
         ({"format": "date"}, '"2026-02-30"'),
-        ({"$schema": "http://json-schema.org/draft-04/schema#", "maximum": 3, "exclusiveMaximum": True}, "3"),
-        ({"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}}, '{"a": 1}'),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-04/schema#",
+                "maximum": 3,
+                "exclusiveMaximum": True,
+            },
+            "3",
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "dependencies": {"a": ["b"]},
+            },
+            '{"a": 1}',
+        ),
         ({"type": "string"}, "["),
     ],
 )
-def test_the_reader_sees_what_is_wrong(vocabulary: Vocabulary, schema: dict[str, Any], text: str) -> None:
-    reader = ContentReader(Content("json_schema", schema, ""), {"": Beginnings(schema, [])}, vocabulary)
+def test_the_reader_sees_what_is_wrong(
+    vocabulary: Vocabulary, schema: dict[str, Any], text: str
+) -> None:
+    reader = ContentReader(
+        Content("json_schema", schema, ""), {"": Beginnings(schema, [])}, vocabulary
+    )
     reading = reader.read(reader.start, text.encode(), 1)
     assert not reading.complete
     assert isinstance(reading.violation, ConstraintNotMet) is (text != "[")
 
 
-@pytest.mark.parametrize("schema", [{"$ref": "http://example.org/x"}, {"$ref": "file:///etc/passwd"}])
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "http://example.org/x"}, {"$ref": "file:///etc/passwd"}]
+)
 def test_the_validator_fetches_nothing(schema: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
         Validator(schema)
@@ -121,7 +166,10 @@ def test_the_validator_fetches_nothing(schema: dict[str, Any]) -> None:
 
 def tag(*elements: Any) -> Constraint:
     return Constraint.structural_tag(
-        {"type": "structural_tag", "format": {"type": "sequence", "elements": list(elements)}}
+        {
+            "type": "structural_tag",
+            "format": {"type": "sequence", "elements": list(elements)},
+        }
     )
 
 
@@ -136,23 +184,40 @@ TAGS: list[tuple[Constraint, list[str], tuple[str, str]]] = [
     (tag(part(SCHEMA)), ["<[1, 2]>"], ("<[1, 1]>", "<[1, 1]")),
     # Which schema the content has is known only at its end.
     (
-        tag({"type": "or", "elements": [part(SCHEMA, "<", ">1"), part(NUMBERS, "<", ">2")]}),
+        tag(
+            {
+                "type": "or",
+                "elements": [part(SCHEMA, "<", ">1"), part(NUMBERS, "<", ">2")],
+            }
+        ),
         ["<[1, 2]>1", "<[1, 1]>2"],
         ("<[1, 1]>1", "<[1, 1]>"),
     ),
     # A trigger within a string of another content is no trigger.
     (
-        tag({"type": "triggered_tags", "triggers": ["<"], "tags": [part(SCHEMA), part({"type": "string"}, "<s")]}),
+        tag(
+            {
+                "type": "triggered_tags",
+                "triggers": ["<"],
+                "tags": [part(SCHEMA), part({"type": "string"}, "<s")],
+            }
+        ),
         ["", "a [1, 1] b", "a <[1]> b <[2]>", '<s"<[1, 1]>">'],
         ("a <[1]> <[2, 2]> b", "a <[1]> <[2, 2]"),
     ),
     (
-        tag({"type": "tag", "begin": "<t>", "content": TEXT, "end": ["</t>", "</>"]}, part(SCHEMA, "")),
+        tag(
+            {"type": "tag", "begin": "<t>", "content": TEXT, "end": ["</t>", "</>"]},
+            part(SCHEMA, ""),
+        ),
         ["<t> <[1, 1]></t>[1]>", "<t></>[]>"],
         ("<t></t>[1, 1]>", "<t></t>[1, 1]"),
     ),
     (
-        tag({"type": "repeat", "min": 1, "max": 3, "content": part(SCHEMA)}, {"type": "json_object"}),
+        tag(
+            {"type": "repeat", "min": 1, "max": 3, "content": part(SCHEMA)},
+            {"type": "json_object"},
+        ),
         ['<[1]><[1]>{"a": [1, 1]}'],
         ("<[1]><[1]><[1, 1]>{}", "<[1]><[1]><[1, 1]"),
     ),
@@ -162,7 +227,10 @@ TAGS: list[tuple[Constraint, list[str], tuple[str, str]]] = [
         ("<[1]>, <[3, 3]>", "<[1]>, <[3, 3]"),
     ),
     (
-        tag({"type": "choice", "choice": ["a", "ab"]}, part({"type": "array", "contains": {"const": 7}}, "=", "")),
+        tag(
+            {"type": "choice", "choice": ["a", "ab"]},
+            part({"type": "array", "contains": {"const": 7}}, "=", ""),
+        ),
         ["a=[7]", "ab=[1, 7]"],
         ("ab=[1]", "ab=[1]"),
     ),
@@ -196,9 +264,14 @@ def test_a_content_of_a_structural_tag_is_checked_where_it_ends(
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_a_number_is_checked_only_where_it_ends(backends: Backends, vocabulary: Vocabulary, backend: str) -> None:
+def test_a_number_is_checked_only_where_it_ends(
+    backends: Backends, vocabulary: Vocabulary, backend: str
+) -> None:
     schema = {"type": "integer", "not": {"multipleOf": 3}}
-    for constraint, begin, end in ((Constraint.json_schema(schema), "", ""), (tag(part(schema)), "<", ">")):
+    for constraint, begin, end in (
+        (Constraint.json_schema(schema), "", ""),
+        (tag(part(schema)), "<", ">"),
+    ):
         grammar = backends[backend].compile(constraint)
         assert len(grammar.checked) == 1
         row = Row(vocabulary, grammar)

@@ -1,4 +1,5 @@
-"""Which texts a schema allows: inputs that a library, or the reader of schemas, once decided wrongly."""
+"""Which texts a schema allows: inputs that a library, or the reader of schemas, once
+decided wrongly."""
 
 from __future__ import annotations
 
@@ -22,8 +23,16 @@ NULL = {"type": "null"}
 OLD_FORMATS = [
     ({"properties": {"a": {"not": SPAN}}}, ['{"a": "P"}'], ['{"a": "P1D"}']),
     ({"format": "date", "enum": ["2024-05-17", "May"]}, ['"2024-05-17"'], ['"May"']),
-    ({"type": "array", "items": SPAN, "uniqueItems": True}, ['["P1D"]'], ['["day"]', '["P1D", "P1D"]']),
-    ({"allOf": [DAY, {"type": "string", "maxLength": 10}]}, ['"2024-05-17"'], ['"2024"']),
+    (
+        {"type": "array", "items": SPAN, "uniqueItems": True},
+        ['["P1D"]'],
+        ['["day"]', '["P1D", "P1D"]'],
+    ),
+    (
+        {"allOf": [DAY, {"type": "string", "maxLength": 10}]},
+        ['"2024-05-17"'],
+        ['"2024"'],
+    ),
     ({"type": "integer", "maximum": 3, "dependencies": {"a": ["b"]}}, ["3"], ["4"]),
 ]
 
@@ -31,7 +40,13 @@ OLD_FORMATS = [
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize("draft", [4, 6, 7])
 @pytest.mark.parametrize(("schema", "valid", "invalid"), OLD_FORMATS, ids=str)
-def test_old_drafts(schema: dict[str, Any], valid: list[str], invalid: list[str], draft: int, backend: str) -> None:
+def test_old_drafts(
+    schema: dict[str, Any],
+    valid: list[str],
+    invalid: list[str],
+    draft: int,
+    backend: str,
+) -> None:
     decide({"$schema": URI.format(draft), **schema}, backend, valid, invalid)
 
 
@@ -43,7 +58,10 @@ def test_old_drafts(schema: dict[str, Any], valid: list[str], invalid: list[str]
             {
                 "$schema": URI.format(4),
                 "id": "http://x.y/root",
-                "properties": {"n": {"$ref": "n#m", "type": "null"}, "k": {"$ref": "n"}},
+                "properties": {
+                    "n": {"$ref": "n#m", "type": "null"},
+                    "k": {"$ref": "n"},
+                },
                 "definitions": {
                     "n": {
                         "id": "n",
@@ -66,14 +84,29 @@ def test_old_drafts(schema: dict[str, Any], valid: list[str], invalid: list[str]
             ['[5, "P1D"]', "[1]"],
             ['[6, "P1D"]', '[5, "day"]', '[5, "P1D", 1]'],
         ),
-        ({"$schema": URI.format(7), "type": "string", "contentMediaType": "application/json"}, ['"{"', '"{}"'], ["{}"]),
-        ({"$schema": URI.format(6), "items": {"$ref": URI.format(6)}}, ['[{"type": "null"}]'], ['[{"type": "nil"}]']),
+        (
+            {
+                "$schema": URI.format(7),
+                "type": "string",
+                "contentMediaType": "application/json",
+            },
+            ['"{"', '"{}"'],
+            ["{}"],
+        ),
+        (
+            {"$schema": URI.format(6), "items": {"$ref": URI.format(6)}},
+            ['[{"type": "null"}]'],
+            ['[{"type": "nil"}]'],
+        ),
         (
             {
                 "$id": "http://x.y/list",
                 "$ref": "base",
                 "$defs": {
-                    "more": {"$dynamicAnchor": "rest", "prefixItems": [True, {"type": "string"}]},
+                    "more": {
+                        "$dynamicAnchor": "rest",
+                        "prefixItems": [True, {"type": "string"}],
+                    },
                     "base": {
                         "$id": "base",
                         "type": "array",
@@ -92,7 +125,12 @@ def test_old_drafts(schema: dict[str, Any], valid: list[str], invalid: list[str]
                 "properties": {
                     "a": {"type": "string", "pattern": "^[a-z]{3}$", "minLength": 4},
                     "b": {"type": "array", "minItems": 3, "maxItems": 2},
-                    "c": {"anyOf": [{"type": "string", "pattern": "^(ab){2,}$", "maxLength": 3}, {"type": "null"}]},
+                    "c": {
+                        "anyOf": [
+                            {"type": "string", "pattern": "^(ab){2,}$", "maxLength": 3},
+                            {"type": "null"},
+                        ]
+                    },
                 }
             },
             ["{}", '{"c": null}'],
@@ -100,7 +138,12 @@ def test_old_drafts(schema: dict[str, Any], valid: list[str], invalid: list[str]
         ),
         (
             {"format": "idn-email", "type": "string"},
-            ['"петя@почта.рф"', '"실례@실례.테스트"', '"a@उदाहरण.भारत"', '"כ@מבחן.ישראל"'],
+            [
+                '"петя@почта.рф"',
+                '"실례@실례.테스트"',
+                '"a@उदाहरण.भारत"',
+                '"כ@מבחן.ישראל"',
+            ],
             ['"петя"', '"a@b"', '"a@실a례"'],
         ),
         (
@@ -112,7 +155,12 @@ def test_old_drafts(schema: dict[str, Any], valid: list[str], invalid: list[str]
             {
                 "type": "object",
                 "properties": {
-                    "s": {"type": "array", "items": {"$ref": "#/$defs/e"}, "uniqueItems": True, "minItems": 1}
+                    "s": {
+                        "type": "array",
+                        "items": {"$ref": "#/$defs/e"},
+                        "uniqueItems": True,
+                        "minItems": 1,
+                    }
                 },
                 "$defs": {"e": {"enum": ["x", 2, None], "description": "a\0b"}},
             },
@@ -129,14 +177,20 @@ def test_old_drafts(schema: dict[str, Any], valid: list[str], invalid: list[str]
             ['{"a": null}', '{"c": 1}'],
         ),
         (
-            {"$ref": "#/$defs/0", "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(300)} | {"300": NULL}},
+            {
+                "$ref": "#/$defs/0",
+                "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(300)}
+                | {"300": NULL},
+            },
             ["null"],
             ["1"],
         ),
     ],
     ids=lambda part: str(part)[:60],
 )
-def test_texts(schema: dict[str, Any], valid: list[str], invalid: list[str], backend: str) -> None:
+def test_texts(
+    schema: dict[str, Any], valid: list[str], invalid: list[str], backend: str
+) -> None:
     decide(schema, backend, valid, invalid)
 
 
@@ -148,9 +202,17 @@ def test_texts(schema: dict[str, Any], valid: list[str], invalid: list[str], bac
         ({"type": "array", "minItems": 3, "maxItems": 2}, "/properties/a"),
     ],
 )
-def test_a_required_value_without_values_is_refused(part: dict[str, Any], place: str) -> None:
-    schema = {"type": "object", "properties": {"a": part, "b": {"enum": [1], "type": "null"}}, "required": ["a"]}
-    with pytest.raises(InvalidConstraint, match="no value satisfies the schema") as refused:
+def test_a_required_value_without_values_is_refused(
+    part: dict[str, Any], place: str
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": part, "b": {"enum": [1], "type": "null"}},
+        "required": ["a"],
+    }
+    with pytest.raises(
+        InvalidConstraint, match="no value satisfies the schema"
+    ) as refused:
         BACKENDS["llguidance"].compile(Constraint.json_schema(schema))
     assert refused.value.pointer == place
 
@@ -159,8 +221,17 @@ def test_a_required_value_without_values_is_refused(part: dict[str, Any], place:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "array", "items": {"enum": ["x", "y", "z", 1, 2]}, "uniqueItems": True},
-        {"oneOf": [{"type": "object", "properties": {"t": {"const": n}}, "required": ["t"]} for n in "ab"]},
+        {
+            "type": "array",
+            "items": {"enum": ["x", "y", "z", 1, 2]},
+            "uniqueItems": True,
+        },
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"t": {"const": n}}, "required": ["t"]}
+                for n in "ab"
+            ]
+        },
         {
             "type": "object",
             "properties": {"t": {"enum": ["a", "b"]}, "n": {}},
@@ -175,7 +246,9 @@ def test_alternatives_are_enforced(schema: dict[str, Any], backend: str) -> None
     assert BACKENDS[backend].compile(Constraint.json_schema(schema)).checked == ()
 
 
-def decide(schema: dict[str, Any], backend: str, valid: list[str], invalid: list[str]) -> None:
+def decide(
+    schema: dict[str, Any], backend: str, valid: list[str], invalid: list[str]
+) -> None:
     grammar = BACKENDS[backend].compile(Constraint.json_schema(schema))
     assert {text: accepts(grammar, text) for text in (*valid, *invalid)} == {
         **dict.fromkeys(valid, True),
@@ -194,7 +267,9 @@ def decide(schema: dict[str, Any], backend: str, valid: list[str], invalid: list
         (f"[{'7' * 30}", f"[{'7' * 24}"),
     ],
 )
-def test_each_number_is_in_the_range_of_doubles(text: str, written: str, backend: str) -> None:
+def test_each_number_is_in_the_range_of_doubles(
+    text: str, written: str, backend: str
+) -> None:
     worker = MaskWorker(BYTES)
     worker.open(0, BACKENDS[backend].compile(Constraint.json_schema({"type": "array"})))
     row = np.empty(WORDS, np.int32)
@@ -210,20 +285,38 @@ def test_each_number_is_in_the_range_of_doubles(text: str, written: str, backend
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize(
-    "text", [b"\xff", b"\xc3a", b"\xc0\xaf", b"\xed\xa0\x80", b"\xe4\xb8\xe4", b"\xf4\x90\x80\x80", b"\xc3"]
+    "text",
+    [
+        b"\xff",
+        b"\xc3a",
+        b"\xc0\xaf",
+        b"\xed\xa0\x80",
+        b"\xe4\xb8\xe4",
+        b"\xf4\x90\x80\x80",
+        b"\xc3",
+    ],
 )
 def test_free_text_is_utf8(text: bytes, backend: str) -> None:
     tags = [{"begin": "<f>", "content": {"type": "any_text"}, "end": "</f>"}]
     form = {"type": "triggered_tags", "triggers": ["<f"], "tags": tags}
-    grammar = BACKENDS[backend].compile(Constraint.structural_tag({"type": "structural_tag", "format": form}))
+    grammar = BACKENDS[backend].compile(
+        Constraint.structural_tag({"type": "structural_tag", "format": form})
+    )
     for before, end in ((b"", [STOP]), ("ä<f>é".encode(), tokens("</f>"))):
         output = [byte + 1 for byte in before + text]
         accepted = grammar.matcher().accepts([*output, *end])
-        assert len(before) <= accepted < len(before + text) or (text == b"\xc3" and accepted == len(output))
+        assert len(before) <= accepted < len(before + text) or (
+            text == b"\xc3" and accepted == len(output)
+        )
     assert accepts(grammar, "é <f>狐 😀</f>")
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 def test_escaped_surrogates_come_in_pairs(backend: str) -> None:
     valid = [r'["\ud83d\ude00", "\u00e9\uE000"]', r'["\uDBFF\udfff"]', r'["\uD7ff\n"]']
-    decide({"type": "array", "uniqueItems": True}, backend, valid, [r'["\ud83d"]', r'["\ude00\ud83d"]', r'["\ud83dx"]'])
+    decide(
+        {"type": "array", "uniqueItems": True},
+        backend,
+        valid,
+        [r'["\ud83d"]', r'["\ude00\ud83d"]', r'["\ud83dx"]'],
+    )

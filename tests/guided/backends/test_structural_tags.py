@@ -1,4 +1,5 @@
-"""Structural tags beyond the contract: special tokens, what ends a part, and what is refused."""
+"""Structural tags beyond the contract: special tokens, what ends a part, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -48,13 +49,31 @@ def of(form: dict[str, Any]) -> Constraint:
     [
         (text("ab"), ["ab"], ["", "a", "abc"]),
         (
-            {"type": "or", "elements": [pattern("a|x"), series({"type": "optional", "content": text("<")}, text("b"))]},
+            {
+                "type": "or",
+                "elements": [
+                    pattern("a|x"),
+                    series({"type": "optional", "content": text("<")}, text("b")),
+                ],
+            },
             ["a", "x", "b", "<b"],
             ["", "ab", "<a", "<<b"],
         ),
-        (series(tag("<", TEXT, ">"), text("!")), ["<>!", "<a b>!"], ["<>", "<>>!", "<a>"]),
-        (tag("", {"type": "any_text", "excludes": ["no"]}, ["/x", "/y"]), ["/x", "n/y"], ["no/x", "/z", "/x "]),
-        (tag("<a>", pattern("a*"), "ab"), ["<a>ab", "<a>aaab"], ["<a>aaa", "<a>b", "<a>aba"]),
+        (
+            series(tag("<", TEXT, ">"), text("!")),
+            ["<>!", "<a b>!"],
+            ["<>", "<>>!", "<a>"],
+        ),
+        (
+            tag("", {"type": "any_text", "excludes": ["no"]}, ["/x", "/y"]),
+            ["/x", "n/y"],
+            ["no/x", "/z", "/x "],
+        ),
+        (
+            tag("<a>", pattern("a*"), "ab"),
+            ["<a>ab", "<a>aaab"],
+            ["<a>aaa", "<a>b", "<a>aba"],
+        ),
         (
             {
                 "type": "triggered_tags",
@@ -76,9 +95,13 @@ def of(form: dict[str, Any]) -> Constraint:
         ),
     ],
 )
-def test_languages(backend: str, form: dict[str, Any], valid: list[str], invalid: list[str]) -> None:
+def test_languages(
+    backend: str, form: dict[str, Any], valid: list[str], invalid: list[str]
+) -> None:
     grammar = Backends(BYTES)[backend].compile(of(form))
-    assert [content for content in (*valid, *invalid) if accepts(grammar, content)] == valid
+    assert [
+        content for content in (*valid, *invalid) if accepts(grammar, content)
+    ] == valid
 
 
 INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
@@ -90,28 +113,46 @@ SPECIAL = {
 SPECIAL_BY_TOKEN = {
     "type": "token_triggered_tags",
     "trigger_tokens": ["<|system|>"],
-    "tags": [tag(token("<|system|>"), series(text("f<|user|>"), INTEGER), token("<|pad|>"))],
+    "tags": [
+        tag(token("<|system|>"), series(text("f<|user|>"), INTEGER), token("<|pad|>"))
+    ],
 }
 
 
-@pytest.mark.parametrize("form", [SPECIAL, SPECIAL_BY_TOKEN], ids=lambda form: form["type"])
-def test_special_tokens(backends: Backends, vocabulary: Vocabulary, form: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "form", [SPECIAL, SPECIAL_BY_TOKEN], ids=lambda form: form["type"]
+)
+def test_special_tokens(
+    backends: Backends, vocabulary: Vocabulary, form: dict[str, Any]
+) -> None:
     grammar = backends["llguidance"].compile(of(form))
     names = vocabulary.special_names
     worker = MaskWorker(vocabulary)
     worker.open(0, grammar)
     row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)
-    call = [names["<|system|>"], *vocabulary.encode("f"), names["<|user|>"], *vocabulary.encode("12"), names["<|pad|>"]]
+    call = [
+        names["<|system|>"],
+        *vocabulary.encode("f"),
+        names["<|user|>"],
+        *vocabulary.encode("12"),
+        names["<|pad|>"],
+    ]
     output = [*vocabulary.encode("Hi <|sys"), *call, *vocabulary.encode("!"), *call]
     special = set(vocabulary.special_token_ids)
     allowed = []
     for position in range(len(output) + 1):
-        assert worker.fill(0, output[position - 1 : position] if position else [], row) is None
+        assert (
+            worker.fill(0, output[position - 1 : position] if position else [], row)
+            is None
+        )
         allowed.append(set(allowed_ids(row).tolist()))
         if position < len(output):
             assert output[position] in allowed[-1], position
     start = len(vocabulary.encode("Hi <|sys"))
-    assert allowed[0] & special == {names["<|system|>"], *vocabulary.stop_token_ids} & special
+    assert (
+        allowed[0] & special
+        == {names["<|system|>"], *vocabulary.stop_token_ids} & special
+    )
     assert allowed[start + 1] & special == set()
     assert allowed[start + 2] == {names["<|user|>"]}
     # Text that looks like the special token would be read as one.
@@ -143,7 +184,9 @@ AMBIGUOUS = "where a part ends"
         ("xgrammar", series(limited(3), limited(3)), "max_tokens"),
     ],
 )
-def test_what_cannot_be_enforced(backends: Backends, backend: str, form: dict[str, Any], what: str) -> None:
+def test_what_cannot_be_enforced(
+    backends: Backends, backend: str, form: dict[str, Any], what: str
+) -> None:
     with pytest.raises(UnsupportedConstraint, match=what):
         backends[backend].compile(of(form))
 

@@ -1,6 +1,8 @@
-"""Random walks through the masks: every text that a backend allows for a schema satisfies the schema.
+"""Random walks through the masks: every text that a backend allows for a schema
+satisfies the schema.
 
-A backend may refuse a schema. It may not call it unsatisfiable if another one finds a value.
+A backend may refuse a schema. It may not call it unsatisfiable if another one finds a
+value.
 """
 
 from __future__ import annotations
@@ -46,17 +48,55 @@ KNOWN: list[Any] = [
     {"type": "string", "pattern": "^[]a]$"},
     {"type": "string", "pattern": "^ab|ab$"},
     {"enum": ["a\n", "a", "٣"], "pattern": "^(a|\\d)$"},
-    {"type": "object", "required": ["a"], "properties": {"a": {"type": "string", "pattern": "^[\\x01-\\x07]z$"}}},
+    {
+        "type": "object",
+        "required": ["a"],
+        "properties": {"a": {"type": "string", "pattern": "^[\\x01-\\x07]z$"}},
+    },
     *(
-        {"type": "object", "required": ["a"], "additionalProperties": False, "properties": {"a": value}}
-        for value in ({"enum": ["\x01q", "b"]}, {"const": "q\x7f"}, {"type": "string", "pattern": "^\\x1bq$"})
+        {
+            "type": "object",
+            "required": ["a"],
+            "additionalProperties": False,
+            "properties": {"a": value},
+        }
+        for value in (
+            {"enum": ["\x01q", "b"]},
+            {"const": "q\x7f"},
+            {"type": "string", "pattern": "^\\x1bq$"},
+        )
     ),
-    {"type": "object", "required": ["créer"], "properties": {"créer": NULL}, "additionalProperties": False},
+    {
+        "type": "object",
+        "required": ["créer"],
+        "properties": {"créer": NULL},
+        "additionalProperties": False,
+    },
     {"type": "object", "minProperties": 2},
-    {"$schema": DRAFT7, "type": "array", "items": {"$ref": "#/definitions/a", **NULL}, "definitions": {"a": BOOLEAN}},
-    {"type": "array", "prefixItems": [NULL, BOOLEAN], "items": INTEGER, "minItems": 2, "maxItems": 3},
-    {"type": "array", "items": {"anyOf": [NULL, {"type": "array", "items": NULL, "minItems": 2}]}, "maxItems": 2},
-    {"type": "object", "properties": {"a": NULL, "b": NULL}, "minProperties": 1, "additionalProperties": False},
+    {
+        "$schema": DRAFT7,
+        "type": "array",
+        "items": {"$ref": "#/definitions/a", **NULL},
+        "definitions": {"a": BOOLEAN},
+    },
+    {
+        "type": "array",
+        "prefixItems": [NULL, BOOLEAN],
+        "items": INTEGER,
+        "minItems": 2,
+        "maxItems": 3,
+    },
+    {
+        "type": "array",
+        "items": {"anyOf": [NULL, {"type": "array", "items": NULL, "minItems": 2}]},
+        "maxItems": 2,
+    },
+    {
+        "type": "object",
+        "properties": {"a": NULL, "b": NULL},
+        "minProperties": 1,
+        "additionalProperties": False,
+    },
     {"type": "string", "pattern": "^(a+b)?$"},
     {"type": "string", "pattern": '^["\\\\]$'},
     {"type": "array", "maxItems": 0, "items": EMPTY_OBJECT},
@@ -67,10 +107,14 @@ KNOWN: list[Any] = [
 
 
 @pytest.mark.parametrize("schema", KNOWN, ids=lambda schema: json.dumps(schema)[:60])
-def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema: Any) -> None:
+def test_what_once_went_wrong(
+    backends: Backends, vocabulary: Vocabulary, schema: Any
+) -> None:
     invalid, found = [], []
     sent = json.dumps(schema)
-    vague = sent.count('"array"') > sent.count('"items"') or sent.count('"object"') > sent.count('"properties"')
+    vague = sent.count('"array"') > sent.count('"items"') or sent.count(
+        '"object"'
+    ) > sent.count('"properties"')
     for backend in BACKENDS:
         if backend == "outlines" and (vague or "type" not in schema):
             continue  # it compiles any value for a minute
@@ -88,12 +132,18 @@ def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema
             if written is not None:
                 text = written.decode()
                 found.append((backend, text))
-                assert problem(text, schema) is None, (backend, text, problem(text, schema))
+                assert problem(text, schema) is None, (
+                    backend,
+                    text,
+                    problem(text, schema),
+                )
     assert not (invalid and found), (invalid, found)
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "outlines"])
-def test_no_character_beside_the_surrogates_slips_through(backends: Backends, backend: str) -> None:
+def test_no_character_beside_the_surrogates_slips_through(
+    backends: Backends, backend: str
+) -> None:
     matcher = backends[backend].compile(Constraint.regex(r"[^ -\uffff]")).matcher()
     for character in "\ud7ff\ue000":
         with pytest.raises(TokenRejected):
@@ -104,8 +154,14 @@ def test_no_character_beside_the_surrogates_slips_through(backends: Backends, ba
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "lm-format-enforcer"])
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(number=st.integers(0, 10**6))
-def test_random_constraints_of_all_kinds(backends: Backends, backend: str, number: int) -> None:
-    """A small part of `python -m benchmarks.random_outputs`, which also compiles with outlines and survives crashes."""
+def test_random_constraints_of_all_kinds(
+    backends: Backends, backend: str, number: int
+) -> None:
+    """A small part of `python -m benchmarks.random_outputs`, which also compiles with
+    outlines and survives crashes."""
     case = random_case(1, number)
     for result in run_case(backends, case, backend, random.Random(number), 3, 60):
-        assert result.outcome in ("stop", "cut", "refused", "not met"), (case.value, result)
+        assert result.outcome in ("stop", "cut", "refused", "not met"), (
+            case.value,
+            result,
+        )

@@ -1,4 +1,5 @@
-"""The canonical form has the meaning of the schema, and what a library gets of it is the same or a superset."""
+"""The canonical form has the meaning of the schema, and what a library gets of it is
+the same or a superset."""
 
 from __future__ import annotations
 
@@ -25,11 +26,25 @@ def as_document(form: CanonicalForm) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schema", "root"),
     [
-        ({"const": {"b": 1, "a": {"d": 2, "c": 3}}}, {"const": {"b": 1, "a": {"d": 2, "c": 3}}}),
-        ({"allOf": [{"type": "string"}, {"minLength": 2}, {"minLength": 3}]}, {"type": "string", "minLength": 3}),
         (
-            {"type": "object", "properties": {"b": {"type": "null"}, "a": {}}, "required": ["c"]},
-            {"type": "object", "properties": {"b": {"type": "null"}, "a": True, "c": True}, "required": ["c"]},
+            {"const": {"b": 1, "a": {"d": 2, "c": 3}}},
+            {"const": {"b": 1, "a": {"d": 2, "c": 3}}},
+        ),
+        (
+            {"allOf": [{"type": "string"}, {"minLength": 2}, {"minLength": 3}]},
+            {"type": "string", "minLength": 3},
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"b": {"type": "null"}, "a": {}},
+                "required": ["c"],
+            },
+            {
+                "type": "object",
+                "properties": {"b": {"type": "null"}, "a": True, "c": True},
+                "required": ["c"],
+            },
         ),
         (
             {
@@ -38,7 +53,10 @@ def as_document(form: CanonicalForm) -> dict[str, Any]:
                 "properties": {"b": {"type": "null"}},
                 "$defs": {"z": {"properties": {"c": {"type": "null"}}}},
             },
-            {"type": "object", "properties": {"c": {"type": "null"}, "b": {"type": "null"}}},
+            {
+                "type": "object",
+                "properties": {"c": {"type": "null"}, "b": {"type": "null"}},
+            },
         ),
     ],
     ids=str,
@@ -46,13 +64,20 @@ def as_document(form: CanonicalForm) -> dict[str, Any]:
 def test_forms(schema: Any, root: Any) -> None:
     found = canonical(schema).root
     assert found == root
-    for name in {"properties", "const"} & (root.keys() if isinstance(root, dict) else set()):
+    for name in {"properties", "const"} & (
+        root.keys() if isinstance(root, dict) else set()
+    ):
         assert isinstance(found, dict)
-        assert json.dumps(found[name]) == json.dumps(root[name]), "in the order of the schema"
+        assert json.dumps(found[name]) == json.dumps(root[name]), (
+            "in the order of the schema"
+        )
 
 
 def test_recursive_references_with_neighbours_are_merged() -> None:
-    tree = {"type": "object", "properties": {"v": {"type": "integer"}, "n": {"$ref": "#/$defs/t"}}}
+    tree = {
+        "type": "object",
+        "properties": {"v": {"type": "integer"}, "n": {"$ref": "#/$defs/t"}},
+    }
     form = canonical({"$ref": "#/$defs/t", "required": ["v"], "$defs": {"t": tree}})
     root = form.root
     while isinstance(root, dict) and "$ref" in root:
@@ -64,17 +89,33 @@ def test_recursive_references_with_neighbours_are_merged() -> None:
 @pytest.mark.parametrize(
     ("schema", "places"),
     [
-        ({"properties": {"a~/": {"type": "array", "uniqueItems": True}}}, ["/properties/a~0~1/uniqueItems"]),
-        ({"allOf": [{"type": "array"}, {"uniqueItems": True}]}, ["/allOf/1/uniqueItems"]),
-        ({"items": {"$ref": "#/$defs/u"}, "$defs": {"u": {"uniqueItems": True}}}, ["/$defs/u/uniqueItems"]),
         (
-            {"anyOf": [{"properties": {"t": {"const": n}, n: {"uniqueItems": True}}} for n in "ba"]},
+            {"properties": {"a~/": {"type": "array", "uniqueItems": True}}},
+            ["/properties/a~0~1/uniqueItems"],
+        ),
+        (
+            {"allOf": [{"type": "array"}, {"uniqueItems": True}]},
+            ["/allOf/1/uniqueItems"],
+        ),
+        (
+            {"items": {"$ref": "#/$defs/u"}, "$defs": {"u": {"uniqueItems": True}}},
+            ["/$defs/u/uniqueItems"],
+        ),
+        (
+            {
+                "anyOf": [
+                    {"properties": {"t": {"const": n}, n: {"uniqueItems": True}}}
+                    for n in "ba"
+                ]
+            },
             ["/anyOf/1/properties/a/uniqueItems", "/anyOf/0/properties/b/uniqueItems"],
         ),
     ],
     ids=str,
 )
-def test_what_is_left_out_has_its_pointer_in_the_schema_as_sent(schema: Any, places: list[str]) -> None:
+def test_what_is_left_out_has_its_pointer_in_the_schema_as_sent(
+    schema: Any, places: list[str]
+) -> None:
     lowering = LLGuidanceLowering(Constraint.json_schema(schema))
     lowering.document()
     assert sorted(lowering.checked) == sorted(places)
@@ -131,7 +172,9 @@ def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "anyOf": st.lists(inner, min_size=1, max_size=2),
         "allOf": st.lists(inner, min_size=1, max_size=2),
     }
-    return st.fixed_dictionaries({}, optional=keywords).filter(lambda schema: len(schema) <= 4)
+    return st.fixed_dictionaries({}, optional=keywords).filter(
+        lambda schema: len(schema) <= 4
+    )
 
 
 INNER = nested(LEAVES)
@@ -146,12 +189,18 @@ def schemas(draw: st.DrawFn) -> dict[str, Any]:
 
 values = st.recursive(
     st.sampled_from([None, 1, 2, "a", "bc"]),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["a", "b"]), inner)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["a", "b"]), inner)
+    ),
     max_leaves=5,
 )
 
 
-@given(schemas(), st.lists(values, min_size=1, max_size=8), st.sets(st.sampled_from(["allOf", "not", "properties"])))
+@given(
+    schemas(),
+    st.lists(values, min_size=1, max_size=8),
+    st.sets(st.sampled_from(["allOf", "not", "properties"])),
+)
 def test_the_meaning_stays_or_what_is_checked_widens_it(
     schema: dict[str, Any], instances: list[Any], leave_out: set[str]
 ) -> None:
@@ -164,18 +213,30 @@ def test_the_meaning_stays_or_what_is_checked_widens_it(
         form = Draft202012Validator(as_document(canonical(schema)))
         lowering = LLGuidanceLowering(constraint)
         lowered = Draft202012Validator(lowering.document())
-        verdicts = [(original.is_valid(one), form.is_valid(one), lowered.is_valid(one)) for one in instances]
+        verdicts = [
+            (original.is_valid(one), form.is_valid(one), lowered.is_valid(one))
+            for one in instances
+        ]
     except InvalidConstraint:
-        assert not any(map(original.is_valid, instances)), "no value satisfies the schema"
+        assert not any(map(original.is_valid, instances)), (
+            "no value satisfies the schema"
+        )
         return
     for before, after, written in verdicts:
-        assert before == after or (before and "oneOf" in json.dumps(schema)), "alternatives may be narrower"
+        assert before == after or (before and "oneOf" in json.dumps(schema)), (
+            "alternatives may be narrower"
+        )
         assert written or not after, "a superset"
         assert written == after or lowering.checked, "what is not checked is enforced"
 
 
 def test_alternatives_that_multiply_are_refused() -> None:
-    product = {"type": "object", "allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for m in "ab"]} for n in range(14)]}
+    product = {
+        "type": "object",
+        "allOf": [
+            {"anyOf": [{"required": [f"{n}{m}"]} for m in "ab"]} for n in range(14)
+        ],
+    }
     with pytest.raises(ConstraintTooLarge, match="multiply"):
         canonical(product)
 
@@ -186,13 +247,34 @@ def test_alternatives_that_multiply_are_refused() -> None:
         ({"type": "string", "pattern": "[a"}, "/properties/a/pattern"),
         ({"patternProperties": {"(": {}}}, "/properties/a/patternProperties/("),
         ({"items": {"not": {"pattern": "a{3,2}"}}}, "/properties/a/items/not/pattern"),
-        ({"type": "object", "properties": {"b": {"enum": [1], "type": "null"}}, "required": ["b"]}, "/b"),
-        ({"allOf": [{"type": "string"}, {"type": "number"}, {"$ref": "#/$defs/text"}]}, "/properties/a"),
+        (
+            {
+                "type": "object",
+                "properties": {"b": {"enum": [1], "type": "null"}},
+                "required": ["b"],
+            },
+            "/b",
+        ),
+        (
+            {
+                "allOf": [
+                    {"type": "string"},
+                    {"type": "number"},
+                    {"$ref": "#/$defs/text"},
+                ]
+            },
+            "/properties/a",
+        ),
     ],
 )
 def test_faults_are_located(part: Any, place: str) -> None:
     properties = {"a": part, "c": {"$ref": "#/$defs/text"}}
-    document = {"type": "object", "properties": properties, "required": ["a"], "$defs": {"text": {"type": "string"}}}
+    document = {
+        "type": "object",
+        "properties": properties,
+        "required": ["a"],
+        "$defs": {"text": {"type": "string"}},
+    }
     with pytest.raises(InvalidConstraint) as caught:
         canonical(Constraint.json_schema(document).value)
     assert str(caught.value.pointer).endswith(place)
@@ -203,7 +285,10 @@ ORDERED = {
     "properties": {"z": {"type": "null"}, "a": {"type": "null"}},
     "additionalProperties": False,
 }
-TREE = {**ORDERED, "properties": {**ORDERED["properties"], "m": {"$ref": "#t"}, "b": {"type": "null"}}}
+TREE = {
+    **ORDERED,
+    "properties": {**ORDERED["properties"], "m": {"$ref": "#t"}, "b": {"type": "null"}},
+}
 
 
 @pytest.mark.parametrize(
@@ -211,11 +296,19 @@ TREE = {**ORDERED, "properties": {**ORDERED["properties"], "m": {"$ref": "#t"}, 
     [
         ({"$ref": "#n", "$defs": {"n": {"$anchor": "n", **ORDERED}}}, ["z", "a"]),
         (
-            {"items": {"$ref": "n"}, "$defs": {"n": {"$id": "http://x.y/n", **ORDERED}}, "$id": "http://x.y/"},
+            {
+                "items": {"$ref": "n"},
+                "$defs": {"n": {"$id": "http://x.y/n", **ORDERED}},
+                "$id": "http://x.y/",
+            },
             ["z", "a"],
         ),
         (
-            {"items": {"$ref": "#t"}, "properties": {"q": {}}, "$defs": {"t": {"$anchor": "t", **TREE}}},
+            {
+                "items": {"$ref": "#t"},
+                "properties": {"q": {}},
+                "$defs": {"t": {"$anchor": "t", **TREE}},
+            },
             ["z", "a", "m", "b"],
         ),
         (
@@ -227,17 +320,33 @@ TREE = {**ORDERED, "properties": {**ORDERED["properties"], "m": {"$ref": "#t"}, 
             ["z", "a", "m", "b"],
         ),
         (
-            {"$ref": "#/$defs/a~1b%20", "$defs": {"a/b ": TREE, "t": {"$anchor": "t", "$ref": "#/$defs/a~1b%20"}}},
+            {
+                "$ref": "#/$defs/a~1b%20",
+                "$defs": {
+                    "a/b ": TREE,
+                    "t": {"$anchor": "t", "$ref": "#/$defs/a~1b%20"},
+                },
+            },
             [*"zamb"],
         ),
-        ({"type": "object", "patternProperties": {"^(z|id|a)$": {}}, "additionalProperties": False}, ["z", "id", "a"]),
+        (
+            {
+                "type": "object",
+                "patternProperties": {"^(z|id|a)$": {}},
+                "additionalProperties": False,
+            },
+            ["z", "id", "a"],
+        ),
         ({"oneOf": [{**ORDERED, "required": [name]} for name in "za"]}, ["z", "a"]),
     ],
     ids=str,
 )
 def test_properties_keep_the_order_of_the_source(schema: Any, names: list[str]) -> None:
     form = canonical(Constraint.json_schema(schema).value)
-    orders = re.findall(r'"properties": (\{(?:[^{}]|\{[^{}]*\})*\})', json.dumps([form.root, form.definitions]))
+    orders = re.findall(
+        r'"properties": (\{(?:[^{}]|\{[^{}]*\})*\})',
+        json.dumps([form.root, form.definitions]),
+    )
     assert orders
     for order in orders:
         assert [name for name in names if name in json.loads(order)] == [

@@ -26,10 +26,15 @@ def refusal(schema: Any) -> InvalidConstraint:
     return caught.value
 
 
-@pytest.mark.parametrize("schema", [{}, True, {"type": "object"}, '{"type": "string"}', "true", MappingProxyType({})])
+@pytest.mark.parametrize(
+    "schema",
+    [{}, True, {"type": "object"}, '{"type": "string"}', "true", MappingProxyType({})],
+)
 def test_objects_booleans_and_their_texts_are_schemas(schema: Any) -> None:
     expected = json.loads(schema) if isinstance(schema, str) else schema
-    assert check(schema) == (dict(expected) if isinstance(expected, MappingProxyType) else expected)
+    assert check(schema) == (
+        dict(expected) if isinstance(expected, MappingProxyType) else expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,11 +57,19 @@ def test_what_is_no_json_document(schema: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "pointer", "message"),
     [
-        ({"properties": {"reason": {"type": "stsring"}}}, "/properties/reason/type", "did you mean 'string'?"),
+        (
+            {"properties": {"reason": {"type": "stsring"}}},
+            "/properties/reason/type",
+            "did you mean 'string'?",
+        ),
         ({"type": 1}, "/type", "'type'"),
         ({"multipleOf": 0}, "/multipleOf", "0"),
         ({"$defs": {"a/b~c": {"type": 0}}}, "/$defs/a~1b~0c/type", "0"),
-        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "/$schema", "draft 4 or a later one"),
+        (
+            {"$schema": "http://json-schema.org/draft-03/schema#"},
+            "/$schema",
+            "draft 4 or a later one",
+        ),
     ],
 )
 def test_what_is_no_schema_says_where(schema: Any, pointer: str, message: str) -> None:
@@ -68,16 +81,34 @@ def test_what_is_no_schema_says_where(schema: Any, pointer: str, message: str) -
 @pytest.mark.parametrize(
     "schema",
     [
-        {"enum": ["type", {"type": "nonsense"}], "default": {"$ref": "nowhere"}, "examples": [{"items": 1}]},
+        {
+            "enum": ["type", {"type": "nonsense"}],
+            "default": {"$ref": "nowhere"},
+            "examples": [{"items": 1}],
+        },
         {"const": {"$ref": "http://example.com/", "properties": 1}},
-        {"properties": {"items": {}, "$ref": {}, "enum": {"type": "string"}, "not": True}},
+        {
+            "properties": {
+                "items": {},
+                "$ref": {},
+                "enum": {"type": "string"},
+                "not": True,
+            }
+        },
         {"type": "string", "maxLength": 10**9},
         {"type": "string", "pattern": "("},  # syntax is judged where it is compiled
         {"not": {"minLength": 5, "maxLength": 3}},
         {"properties": {"next": {"$ref": "#"}}},
         {"$ref": "#here", "$defs": {"a": {"$anchor": "here", "type": "string"}}},
-        {"$id": "https://example.com/root", "$ref": "a", "$defs": {"a": {"$id": "a", "type": "string"}}},
-        {"$ref": "#/components/schemas/A~1b%25", "components": {"schemas": {"A/b%": {"type": "string"}}}},
+        {
+            "$id": "https://example.com/root",
+            "$ref": "a",
+            "$defs": {"a": {"$id": "a", "type": "string"}},
+        },
+        {
+            "$ref": "#/components/schemas/A~1b%25",
+            "components": {"schemas": {"A/b%": {"type": "string"}}},
+        },
     ],
 )
 def test_what_is_a_schema(schema: Any) -> None:
@@ -91,13 +122,30 @@ def test_what_is_a_schema(schema: Any) -> None:
     [
         ({"$ref": "http://example.com/a.json"}, "/$ref", "nothing is fetched"),
         ({"$ref": "#/$defs/a"}, "/$ref", "leads to nothing"),
-        ({"$ref": "/$defs/Name", "$defs": {"Name": {}}}, "/$ref", "did you mean '#/$defs/Name'?"),
+        (
+            {"$ref": "/$defs/Name", "$defs": {"Name": {}}},
+            "/$ref",
+            "did you mean '#/$defs/Name'?",
+        ),
         ({"$ref": "#/required", "required": ["a"]}, "/required", "not an array"),
-        ({"$ref": "#/x-other/a", "x-other": {"a": {"type": "nonsense"}}}, "/x-other/a/type", "nonsense"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, None, "never ends"),
+        (
+            {"$ref": "#/x-other/a", "x-other": {"a": {"type": "nonsense"}}},
+            "/x-other/a/type",
+            "nonsense",
+        ),
+        (
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            },
+            None,
+            "never ends",
+        ),
     ],
 )
-def test_references_that_lead_nowhere(schema: Any, pointer: str | None, message: str) -> None:
+def test_references_that_lead_nowhere(
+    schema: Any, pointer: str | None, message: str
+) -> None:
     error = refusal(schema)
     assert message in error.message
     if pointer is not None:
@@ -108,7 +156,13 @@ def test_what_is_noted_is_bounded() -> None:
     misspelt = {f"maxLenght{'' if number == 0 else number}": 1 for number in range(9)}
     unknown = {f"unknown{number}": 0 for number in range(1_000)}
     for schema, pointers in (
-        ({"enum": ["a"], "properties": {"é" * 100_000: misspelt | {"format": "nonesuch"}}}, {"/properties"}),
+        (
+            {
+                "enum": ["a"],
+                "properties": {"é" * 100_000: misspelt | {"format": "nonesuch"}},
+            },
+            {"/properties"},
+        ),
         ({"type": "object", "requird": ["a"], **unknown}, {"/requird"}),
         ({"type": "object", **unknown, "requird": ["a"]}, set()),
     ):
@@ -143,7 +197,10 @@ class TestSizes:
     @pytest.mark.parametrize(
         ("schema", "pointer"),
         [
-            ({"properties": {"a": {"enum": list(range(10_001))}}}, "/properties/a/enum"),
+            (
+                {"properties": {"a": {"enum": list(range(10_001))}}},
+                "/properties/a/enum",
+            ),
             ({"items": {"minLength": 10_001}}, "/items/minLength"),
             ({"minItems": 10**30}, "/minItems"),
             ({"pattern": "a{10001}"}, "/pattern"),
@@ -159,16 +216,30 @@ class TestSizes:
     @pytest.mark.parametrize(
         "schema",
         [
-            {"properties": {"k" * 200_000: {"anyOf": [{}] * 1_900}, **{f"{i}": {} for i in range(10_000)}}},
-            {"enum": ["a", *(i * (2**61 - 1) for i in range(9_000))]},  # integers with equal hashes
-            {"$schema": "http://json-schema.org/draft-04/schema#", "enum": ["a", None, *range(9_000), {}]},
-            {"$ref": "#/x/0", "x": [*({"$ref": f"#/x/{i + 1}"} for i in range(4_000)), {}]},
+            {
+                "properties": {
+                    "k" * 200_000: {"anyOf": [{}] * 1_900},
+                    **{f"{i}": {} for i in range(10_000)},
+                }
+            },
+            {
+                "enum": ["a", *(i * (2**61 - 1) for i in range(9_000))]
+            },  # integers with equal hashes
+            {
+                "$schema": "http://json-schema.org/draft-04/schema#",
+                "enum": ["a", None, *range(9_000), {}],
+            },
+            {
+                "$ref": "#/x/0",
+                "x": [*({"$ref": f"#/x/{i + 1}"} for i in range(4_000)), {}],
+            },
             "{" + ",".join(f'"k{i}":0' for i in range(20_000)) + "}",
         ],
         ids=lambda schema: str(schema)[:30],
     )
     def test_the_time_is_linear_in_the_size(self, schema: Any) -> None:
-        # Each took tens of seconds, or gigabytes: the suite's own timeout is what fails here.
+        # Each took tens of seconds, or gigabytes: the suite's own timeout is what fails
+        # here.
         check(schema)
 
 
@@ -178,20 +249,33 @@ class TestSizes:
         ({"type": "float"}, "/properties/a"),
         ({"type": "STRING", "maxLength": 3}, "/properties/a"),
         ("string", "/properties/a"),
-        ({"type": "array", "items": [{"type": "string"}], "prefixItems": [{}]}, "/properties/a"),
+        (
+            {"type": "array", "items": [{"type": "string"}], "prefixItems": [{}]},
+            "/properties/a",
+        ),
         ({"type": "array", "items": {"type": "dict"}}, "/properties/a/items"),
         ({"anyOf": [{"type": "any"}, {"type": "null"}]}, "/properties/a/anyOf/0"),
-        ({"type": "object", "properties": {"not": {"type": "text"}}}, "/properties/a/properties/not"),
+        (
+            {"type": "object", "properties": {"not": {"type": "text"}}},
+            "/properties/a/properties/not",
+        ),
         ({"oneOf": [{"type": "text"}, {"type": "null"}]}, "/properties/a"),
         ({"not": {"type": "text"}}, "/properties/a"),
         ({"type": "integer", "enum": ["1", "2"]}, "/properties/a"),
-        ({"type": "array", "items": {"type": "string"}, "enum": ["x"]}, "/properties/a"),
+        (
+            {"type": "array", "items": {"type": "string"}, "enum": ["x"]},
+            "/properties/a",
+        ),
         ({"$ref": "#/$defs/nothing"}, "/properties/a"),
         ({"type": ["integer", "string"], "enum": ["1", "2"]}, None),
     ],
 )
 def test_relaxed_frees_the_smallest_subschema(part: Any, free: str | None) -> None:
-    sent = {"type": "object", "properties": {"a": part, "b": {"type": "boolean"}}, "required": ["b"]}
+    sent = {
+        "type": "object",
+        "properties": {"a": part, "b": {"type": "boolean"}},
+        "required": ["b"],
+    }
     before = json.dumps(sent)
     notes: list[str] = []
     document = parse(relaxed(sent, (), []), "json_schema", notes)
@@ -216,14 +300,27 @@ def test_relaxed_frees_what_a_library_refused() -> None:
     parts = {"a": {"type": "string", "pattern": "["}, "b": {"$ref": "#/$defs/c"}}
     sent = {"properties": parts, "$defs": {"c": {"type": "array", "uniqueItems": True}}}
     notes: list[str] = []
-    parse(relaxed(sent, ["/properties/a/pattern", "/$defs/c/uniqueItems"], []), "json_schema", notes)
+    parse(
+        relaxed(sent, ["/properties/a/pattern", "/$defs/c/uniqueItems"], []),
+        "json_schema",
+        notes,
+    )
     assert notes == ["/properties/a", "/$defs/c"]
 
 
 def test_relaxed_frees_the_owner_of_a_pattern_property() -> None:
-    sent = {"properties": {"a": {"patternProperties": {"(": {"type": "string"}}}, "b": {"type": "null"}}}
+    sent = {
+        "properties": {
+            "a": {"patternProperties": {"(": {"type": "string"}}},
+            "b": {"type": "null"},
+        }
+    }
     notes: list[str] = []
-    parse(relaxed(sent, ["/properties/a/patternProperties/("] * 2, []), "json_schema", notes)
+    parse(
+        relaxed(sent, ["/properties/a/patternProperties/("] * 2, []),
+        "json_schema",
+        notes,
+    )
     assert notes == ["/properties/a"]
 
 

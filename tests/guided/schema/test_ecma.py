@@ -92,7 +92,8 @@ ANNEX_B: list[tuple[str, list[str]]] = [
     (r"^[%-\w]$", ["a", "-", "5", "b", "x", "B", "J", "%", "0", "_", "p"]),
     (r"^\p$", ["p"]),
 ]
-"""Pattern -> those of `TEXTS` for which `new RegExp(pattern).test(text)` is true in Node 20."""
+"""Pattern -> those of `TEXTS` for which `new RegExp(pattern).test(text)` is true in
+Node 20."""
 
 
 @pytest.mark.parametrize(("pattern", "matching"), ANNEX_B)
@@ -120,15 +121,22 @@ def test_what_is_valid_with_the_flag_u_stays(pattern: str) -> None:
 
 
 def test_surrogates_and_any_character_as_javascript_writes_them() -> None:
-    assert translate(r"^[\ud83d\ude00-\ud83d\ude4f][^]$") == "^[\U0001f600-\U0001f64f][\\s\\S]$"
+    assert (
+        translate(r"^[\ud83d\ude00-\ud83d\ude4f][^]$")
+        == "^[\U0001f600-\U0001f64f][\\s\\S]$"
+    )
 
 
-@pytest.mark.parametrize("pattern", ["(", "[a", "a**", r"x\A", r"x\Z", "[]", "a\\", "x{2,1}", "[b-a]"])
+@pytest.mark.parametrize(
+    "pattern", ["(", "[a", "a**", r"x\A", r"x\Z", "[]", "a\\", "x{2,1}", "[b-a]"]
+)
 def test_what_is_malformed_or_an_anchor_elsewhere_stays_refused(pattern: str) -> None:
     assert translate(pattern) == pattern
     with pytest.raises(InvalidConstraint):
         BACKENDS["llguidance"].compile(
-            Constraint.json_schema({"type": "string", "pattern": pattern}, strict_schema=True)
+            Constraint.json_schema(
+                {"type": "string", "pattern": pattern}, strict_schema=True
+            )
         )
 
 

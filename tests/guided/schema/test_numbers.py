@@ -42,12 +42,19 @@ def allows(schema: dict[str, Any], text: str) -> bool:
         "exclusiveMaximum": value.__lt__,
         "multipleOf": lambda multiple: value % multiple == 0,
     }
-    return all(compared[keyword](Fraction(str(bound))) for keyword, bound in schema.items() if keyword in compared)
+    return all(
+        compared[keyword](Fraction(str(bound)))
+        for keyword, bound in schema.items()
+        if keyword in compared
+    )
 
 
 def text_near(bound: Decimal, rng: random.Random) -> str:
-    """Return a number near a bound, with at most six decimals and no zeros at their end. Zero has no sign."""
-    shifted = bound + rng.choice((0, 0, 1, -1, rng.randint(-30, 30))) * Decimal(10) ** rng.randint(-6, 2)
+    """Return a number near a bound, with at most six decimals and no zeros at their
+    end. Zero has no sign."""
+    shifted = bound + rng.choice((0, 0, 1, -1, rng.randint(-30, 30))) * Decimal(
+        10
+    ) ** rng.randint(-6, 2)
     text = f"{shifted:.{rng.randint(0, 6)}f}"
     if "." in text:
         text = text.rstrip("0").rstrip(".")
@@ -57,13 +64,17 @@ def text_near(bound: Decimal, rng: random.Random) -> str:
 @st.composite
 def schemas(draw: st.DrawFn) -> dict[str, Any]:
     """A number with a lower or an upper bound, or `multipleOf`, or several of them."""
-    bounds = sorted(draw(st.sets(st.integers(-20_000, 20_000), min_size=2, max_size=2)))  # equal ones become a constant
+    bounds = sorted(
+        draw(st.sets(st.integers(-20_000, 20_000), min_size=2, max_size=2))
+    )  # equal ones become a constant
     scale = 10 ** draw(st.integers(0, 4))
     schema: dict[str, Any] = {"type": "number"}
     for names, bound in zip((LOWER, UPPER), bounds, strict=True):
         if keyword := draw(st.sampled_from((*names, None))):
             schema[keyword] = bound / scale
-    if len(schema) == 1 or draw(st.booleans()):  # without keywords, a number may be 1E362035742380
+    if len(schema) == 1 or draw(
+        st.booleans()
+    ):  # without keywords, a number may be 1E362035742380
         schema["multipleOf"] = draw(st.sampled_from(MULTIPLES))
     return schema
 
@@ -83,7 +94,11 @@ def walk(grammar: Any, rng: random.Random) -> str:
         if tokens == [STOP]:
             return text
         token = rng.choice([token for token in tokens if token != STOP])
-        if len(text) > 20:  # the last digits: of a multiple of 100000, or of a number greater than 0.000000001
+        if (
+            len(text) > 20
+            # the last digits: of a multiple of 100000, or of a number greater than
+            # 0.000000001
+        ):
             token = ZERO if ZERO in tokens and "." not in text else max(tokens)
         matcher.accept_tokens([token])
         text += chr(token - 1)
@@ -96,7 +111,9 @@ def walk(grammar: Any, rng: random.Random) -> str:
 @example(schema={"type": "number", "exclusiveMaximum": 1}, seed=1)
 @example(schema={"type": "number", "minimum": -0.35, "maximum": 0.95}, seed=1)
 @settings(max_examples=20, deadline=None)
-def test_exactly_the_numbers_within_bounds(backend: str, schema: dict[str, Any], seed: int) -> None:
+def test_exactly_the_numbers_within_bounds(
+    backend: str, schema: dict[str, Any], seed: int
+) -> None:
     rng = random.Random(seed)
     try:
         grammar = backend_named(backend).compile(Constraint.json_schema(schema))
@@ -106,7 +123,11 @@ def test_exactly_the_numbers_within_bounds(backend: str, schema: dict[str, Any],
         return
     if grammar.checked:
         return
-    bounds = [Decimal(str(bound)) for keyword, bound in schema.items() if keyword in (*LOWER, *UPPER)]
+    bounds = [
+        Decimal(str(bound))
+        for keyword, bound in schema.items()
+        if keyword in (*LOWER, *UPPER)
+    ]
     for bound in [*bounds, Decimal(0)]:
         for _ in range(8):
             text = text_near(bound, rng)

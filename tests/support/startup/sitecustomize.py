@@ -1,6 +1,7 @@
 """Register `faulty_backend` when `guided.backends` is imported.
 
-Python runs this file at the start of every process that has this folder on its PYTHONPATH.
+Python runs this file at the start of every process that has this folder on its
+PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ class _Registering(Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
         # Named, not imported: it imports this module.
-        module.BACKENDS["faulty"] = module.Adapter("faulty_backend:FaultyBackend", frozenset({"regex"}))
+        module.BACKENDS["faulty"] = module.Adapter(
+            "faulty_backend:FaultyBackend", frozenset({"regex"})
+        )
 
 
 class _Finder(MetaPathFinder):
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if fullname != "guided.backends":
             return None

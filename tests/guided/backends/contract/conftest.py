@@ -1,4 +1,5 @@
-"""The contract of `guided.backends.base`: each test runs for every registered backend and each of its kinds.
+"""The contract of `guided.backends.base`: each test runs for every registered backend
+and each of its kinds.
 
 A new backend needs no tests of its own for this: an entry in the registry is enough.
 """
@@ -36,7 +37,10 @@ def grammar(backends: Backends, backend: str, case: Case) -> CompiledGrammar:
         try:
             _compiled[key] = backends[backend].compile(case.constraint)
         except UnsupportedConstraint as refusal:
-            if case.name in ("lark", "gbnf"):  # a backend with grammars may read one notation only
+            if case.name in (
+                "lark",
+                "gbnf",
+            ):  # a backend with grammars may read one notation only
                 pytest.skip(str(refusal))
             raise
     return _compiled[key]

@@ -20,7 +20,13 @@ from guided.masks.worker import MaskWorker
 from guided.vocabulary import Vocabulary
 
 
-@pytest.mark.parametrize("schema", [{"type": "number"}, {"type": "array", "items": {"type": "integer"}, "minItems": 1}])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number"},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+    ],
+)
 def test_a_model_that_repeats_digits_comes_to_an_end(
     backends: Backends, backend: str, vocabulary: Vocabulary, schema: dict[str, Any]
 ) -> None:
@@ -33,34 +39,58 @@ def test_a_model_that_repeats_digits_comes_to_an_end(
         while stop(vocabulary) not in output:
             assert worker.fill(1, output[-1:], row) is None
             allowed = allowed_ids(row).tolist()
-            digits = [token for token in allowed if vocabulary.token_bytes[token].isdigit()]
-            ends = [token for token in (stop(vocabulary), *vocabulary.encode("]")) if token in allowed]
+            digits = [
+                token for token in allowed if vocabulary.token_bytes[token].isdigit()
+            ]
+            ends = [
+                token
+                for token in (stop(vocabulary), *vocabulary.encode("]"))
+                if token in allowed
+            ]
             output.append([*digits[::-1], *ends, *allowed][0])
             assert len(output) < 200
         assert is_json(vocabulary.decode(output).decode(), wanted)
 
 
-def test_a_number_in_a_structural_tag_ends_too(backends: Backends, vocabulary: Vocabulary) -> None:
+def test_a_number_in_a_structural_tag_ends_too(
+    backends: Backends, vocabulary: Vocabulary
+) -> None:
     content = {"type": "json_schema", "json_schema": {"type": "integer"}}
     form = {"type": "tag", "begin": "<n>", "content": content, "end": "</n>"}
     constraint = Constraint.structural_tag({"type": "structural_tag", "format": form})
     for backend in ("llguidance", "xgrammar"):
         worker = MaskWorker(vocabulary)
         row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
-        worker.open(1, backends[backend].compile(constraint), tokens=vocabulary.encode("<n>" + "1" * 40))
+        worker.open(
+            1,
+            backends[backend].compile(constraint),
+            tokens=vocabulary.encode("<n>" + "1" * 40),
+        )
         assert worker.fill(1, (), row) is None
-        assert not any(vocabulary.token_bytes[token][:1].isdigit() for token in allowed_ids(row))
+        assert not any(
+            vocabulary.token_bytes[token][:1].isdigit() for token in allowed_ids(row)
+        )
 
 
-def test_compact_whitespace(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
-    compact = backends[backend].compile(Constraint.json_schema(PERSON, whitespace="")).matcher()
+def test_compact_whitespace(
+    backends: Backends, backend: str, vocabulary: Vocabulary
+) -> None:
+    compact = (
+        backends[backend]
+        .compile(Constraint.json_schema(PERSON, whitespace=""))
+        .matcher()
+    )
     with pytest.raises(TokenRejected):
         compact.fork().accept_tokens(vocabulary.encode('{"name": "Ada"'))
     compact.accept_tokens(vocabulary.encode('{"name":"A da","age":36,"tags":["math"]}'))
     assert compact.is_accepting()
 
 
-LAYOUTS: list[dict[str, Any]] = [{}, {"separators": (",", ":")}, *({"indent": blanks} for blanks in range(1, 5))]
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"separators": (",", ":")},
+    *({"indent": blanks} for blanks in range(1, 5)),
+]
 UNUSUAL = [
     '{ "name"', '{"name" :', '{"name"\n:', '{"name":  "A"', '{"name":\n"A"', '{"name":\t"A"', '{"name":"A" ,',
     '{"name":"A"\n,',
@@ -79,7 +109,9 @@ def test_usual_layouts_are_writable(
         pytest.skip("line breaks would make an automaton much larger")
     matcher = backends[backend].compile(Constraint.json_schema(PERSON)).matcher()
     for tags in (["math", "a, b: [1]\u00a0"], []):
-        text = json.dumps({"name": "A da", "age": 36, "tags": tags}, ensure_ascii=False, **layout)
+        text = json.dumps(
+            {"name": "A da", "age": 36, "tags": tags}, ensure_ascii=False, **layout
+        )
         written = matcher.fork()
         written.accept_tokens(vocabulary.encode(text))
         assert written.is_accepting(), text
@@ -87,21 +119,32 @@ def test_usual_layouts_are_writable(
 
 @pytest.mark.parametrize("text", UNUSUAL)
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_unusual_whitespace_is_not(backends: Backends, backend: str, vocabulary: Vocabulary, text: str) -> None:
+def test_unusual_whitespace_is_not(
+    backends: Backends, backend: str, vocabulary: Vocabulary, text: str
+) -> None:
     grammar = backends[backend].compile(Constraint.json_schema(PERSON))
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
-    for tokens in (vocabulary.encode(text), [vocabulary.encode(character)[0] for character in text]):
+    for tokens in (
+        vocabulary.encode(text),
+        [vocabulary.encode(character)[0] for character in text],
+    ):
         worker = MaskWorker(vocabulary)
         worker.open(0, grammar)
         count = 0
-        while count < len(tokens) and worker.fill(0, tokens[max(count - 1, 0) : count], row) is None:
+        while (
+            count < len(tokens)
+            and worker.fill(0, tokens[max(count - 1, 0) : count], row) is None
+        ):
             if tokens[count] not in allowed_ids(row):
                 break
             count += 1
         assert count < len(tokens)
 
 
-NESTED: dict[str, Any] = {"a": [{"b": [[], {}, [[1, {"c": None}]]]}, "x: , \n"], "d": {"e": {"f": {"g": {"h": [0]}}}}}
+NESTED: dict[str, Any] = {
+    "a": [{"b": [[], {}, [[1, {"c": None}]]]}, "x: , \n"],
+    "d": {"e": {"f": {"g": {"h": [0]}}}},
+}
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
@@ -110,9 +153,17 @@ def test_nested_documents_are_writable(
     backends: Backends, backend: str, vocabulary: Vocabulary, layout: dict[str, Any]
 ) -> None:
     text = json.dumps(NESTED, **layout)
-    form = {"type": "tag", "begin": "<f>\n", "content": {"type": "json_object"}, "end": "\n</f>"}
+    form = {
+        "type": "tag",
+        "begin": "<f>\n",
+        "content": {"type": "json_object"},
+        "end": "\n</f>",
+    }
     tag = Constraint.structural_tag({"type": "structural_tag", "format": form})
-    for constraint, output in ((Constraint.json_object(), text), (tag, f"<f>\n{text}\n</f>")):
+    for constraint, output in (
+        (Constraint.json_object(), text),
+        (tag, f"<f>\n{text}\n</f>"),
+    ):
         matcher = backends[backend].compile(constraint).matcher()
         matcher.accept_tokens(vocabulary.encode(output))
         assert matcher.is_accepting()
@@ -123,7 +174,11 @@ ORDER: dict[str, Any] = {
     "properties": {
         "name": {"type": "string"},
         "tags": {"type": "array", "items": {"enum": ["x", None]}, "minItems": 1},
-        "of": {"type": "object", "properties": {"n": {"type": "integer"}, "m": {"type": "boolean"}}, "required": ["n"]},
+        "of": {
+            "type": "object",
+            "properties": {"n": {"type": "integer"}, "m": {"type": "boolean"}},
+            "required": ["n"],
+        },
     },
     "required": ["name", "tags", "of"],
 }
@@ -136,7 +191,8 @@ QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*("|$)')
 def test_a_random_model_keeps_to_the_layout(
     backends: Backends, backend: str, vocabulary: Vocabulary, in_tag: bool
 ) -> None:
-    """A model that likes line breaks and brackets breaks no line before a comma, and none twice."""
+    """A model that likes line breaks and brackets breaks no line before a comma, and
+    none twice."""
     constraint = Constraint.json_schema(ORDER)
     if in_tag:
         form = {
@@ -145,7 +201,9 @@ def test_a_random_model_keeps_to_the_layout(
             "content": {"type": "json_schema", "json_schema": ORDER},
             "end": "\n</f>",
         }
-        constraint = Constraint.structural_tag({"type": "structural_tag", "format": form})
+        constraint = Constraint.structural_tag(
+            {"type": "structural_tag", "format": form}
+        )
     grammar = backends[backend].compile(constraint)
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
     draw = random.Random(0)
@@ -157,8 +215,14 @@ def test_a_random_model_keeps_to_the_layout(
         while len(output) < 120 and stop(vocabulary) not in output:
             assert worker.fill(0, output[-1:], row) is None, vocabulary.decode(output)
             allowed = allowed_ids(row).tolist()
-            liked = [token for token in allowed if b"\n" in vocabulary.token_bytes[token]]
-            ends = [token for token in allowed if vocabulary.token_bytes[token][:1] in b'"]}']
+            liked = [
+                token for token in allowed if b"\n" in vocabulary.token_bytes[token]
+            ]
+            ends = [
+                token
+                for token in allowed
+                if vocabulary.token_bytes[token][:1] in b'"]}'
+            ]
             output.append(draw.choice(draw.choice([liked, ends, allowed]) or allowed))
         text = QUOTED.sub(b'"s"', vocabulary.decode(output).removesuffix(b"\n</f>"))
         lines += text.count(b"\n")
@@ -166,22 +230,39 @@ def test_a_random_model_keeps_to_the_layout(
     assert lines > 40
 
 
-def test_escaped_control_characters(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
+def test_escaped_control_characters(
+    backends: Backends, backend: str, vocabulary: Vocabulary
+) -> None:
     wanted, written = Constraint.json_object(), '{"a":"\\u0001"}'
-    if backend == "outlines":  # its regex of strings has no other escapes, and that of any object takes seconds
-        wanted, written = Constraint.json_schema(PERSON), '{"name":"\\n","age":1,"tags":[]}'
+    if (
+        backend == "outlines"
+        # its regex of strings has no other escapes, and that of any object takes seconds
+    ):
+        wanted, written = (
+            Constraint.json_schema(PERSON),
+            '{"name":"\\n","age":1,"tags":[]}',
+        )
     matcher = backends[backend].compile(wanted).matcher()
     matcher.accept_tokens(vocabulary.encode(written))
     assert matcher.is_accepting()
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_escapes_are_writable_in_values_not_in_keys(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
+def test_escapes_are_writable_in_values_not_in_keys(
+    backends: Backends, backend: str, vocabulary: Vocabulary
+) -> None:
     fields = {"a": {"type": "string"}, "b": {"type": "string", "minLength": 1}}
-    schema = {"type": "object", "properties": fields, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": fields,
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     matcher = backends[backend].compile(Constraint.json_schema(schema)).matcher()
     written = matcher.fork()
-    written.accept_tokens(vocabulary.encode(r'{"a":"Z\u00fcr\u0069ch\n\"","b":"x\u0041\t"}'))
+    written.accept_tokens(
+        vocabulary.encode(r'{"a":"Z\u00fcr\u0069ch\n\"","b":"x\u0041\t"}')
+    )
     assert written.is_accepting()
     key = vocabulary.encode(r'{"\u0061":')
     assert matcher.accepts(key) < len(key)
@@ -201,10 +282,16 @@ def test_escapes_are_writable_in_values_not_in_keys(backends: Backends, backend:
     ],
 )
 def test_a_long_number_is_not_rounded_to_an_excluded_one(
-    backends: Backends, backend: str, vocabulary: Vocabulary, schema: dict[str, Any], text: str
+    backends: Backends,
+    backend: str,
+    vocabulary: Vocabulary,
+    schema: dict[str, Any],
+    text: str,
 ) -> None:
     try:
-        grammar = backends[backend].compile(Constraint.json_schema({"type": "number", **schema}))
+        grammar = backends[backend].compile(
+            Constraint.json_schema({"type": "number", **schema})
+        )
     except UnsupportedConstraint:
         return
     matcher = grammar.matcher()
@@ -221,15 +308,20 @@ def test_a_long_number_is_not_rounded_to_an_excluded_one(
         Constraint.regex(r"(a)\1"),
         Constraint.json_schema({"type": "string", "pattern": "(?=a)b"}),
         Constraint.json_schema({"type": "string", "pattern": "^{2}times$"}),
-        Constraint.json_schema({"type": "object", "properties": {"a": {"not": {"type": "string"}}}}),
+        Constraint.json_schema(
+            {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+        ),
         Constraint.grammar("start: undefined_rule"),
         Constraint.grammar("root ::= undefined"),
         Constraint.grammar("this is no grammar"),
     ],
     ids=lambda constraint: constraint.source,
 )
-def test_what_cannot_be_enforced_is_refused(backends: Backends, backend: str, constraint: Constraint) -> None:
-    """A malformed or unsupported constraint is an InvalidConstraint: not an internal error, and never ignored."""
+def test_what_cannot_be_enforced_is_refused(
+    backends: Backends, backend: str, constraint: Constraint
+) -> None:
+    """A malformed or unsupported constraint is an InvalidConstraint: not an internal
+    error, and never ignored."""
     if constraint.kind not in BACKENDS[backend].kinds:
         pytest.skip(f"{backend} has no {constraint.kind}")
     try:

@@ -1,4 +1,5 @@
-"""Rollback, forks, forced tokens and serialisation lead to the state that the tokens alone lead to."""
+"""Rollback, forks, forced tokens and serialisation lead to the state that the tokens
+alone lead to."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ WITH_LITERALS = {"person", "options", "calls"}
 """Cases in which only one text can follow somewhere."""
 
 
-def test_rollback_is_replay(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
+def test_rollback_is_replay(
+    grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary
+) -> None:
     for text in case.valid:
         tokens = [*vocabulary.encode(text), stop(vocabulary)]
         matcher = grammar.matcher()
@@ -32,7 +35,9 @@ def test_rollback_is_replay(grammar: CompiledGrammar, case: Case, vocabulary: Vo
             assert np.array_equal(mask(matcher, vocabulary), mask(replay, vocabulary))
         matcher.rollback(0)
         matcher.rollback(len(tokens))
-        assert np.array_equal(mask(matcher, vocabulary), mask(grammar.matcher(), vocabulary))
+        assert np.array_equal(
+            mask(matcher, vocabulary), mask(grammar.matcher(), vocabulary)
+        )
         matcher.accept_tokens([*vocabulary.encode(text), stop(vocabulary)])
         assert matcher.is_terminated()
 
@@ -51,7 +56,9 @@ def test_accepts_counts_tokens_and_changes_nothing(
         assert np.array_equal(mask(matcher, vocabulary), before)
 
 
-def test_forks_go_their_own_ways(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
+def test_forks_go_their_own_ways(
+    grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary
+) -> None:
     tokens = vocabulary.encode(case.valid[0])
     for cut in {0, len(tokens) // 2, len(tokens)}:
         parent = grammar.matcher()
@@ -67,8 +74,11 @@ def test_forks_go_their_own_ways(grammar: CompiledGrammar, case: Case, vocabular
         assert np.array_equal(mask(child, vocabulary), before)
 
 
-def test_forced_tokens_are_forced(grammar: CompiledGrammar, case: Case, backend: str, vocabulary: Vocabulary) -> None:
-    """A forced continuation is allowed, and every allowed token is consistent with it."""
+def test_forced_tokens_are_forced(
+    grammar: CompiledGrammar, case: Case, backend: str, vocabulary: Vocabulary
+) -> None:
+    """A forced continuation is allowed, and every allowed token is consistent with
+    it."""
     found = 0
     for text in case.valid:
         matcher = grammar.matcher()
@@ -81,7 +91,9 @@ def test_forced_tokens_are_forced(grammar: CompiledGrammar, case: Case, backend:
                 expected = vocabulary.decode(forced)
                 for other in mask(matcher, vocabulary):
                     content = vocabulary.token_bytes[other]
-                    assert expected.startswith(content) or content.startswith(expected), (expected, content)
+                    assert expected.startswith(content) or content.startswith(
+                        expected
+                    ), (expected, content)
             matcher.accept_tokens([token])
     assert found or backend not in LOOK_AHEAD or case.name not in WITH_LITERALS
 
@@ -90,7 +102,9 @@ def test_a_fresh_backend_loads_what_was_dumped(
     grammar: CompiledGrammar, case: Case, backend: str, vocabulary: Vocabulary
 ) -> None:
     dumped = grammar.dump()
-    loaded = Backends(Vocabulary.from_bytes(vocabulary.to_bytes()))[backend].load(case.constraint, dumped)
+    loaded = Backends(Vocabulary.from_bytes(vocabulary.to_bytes()))[backend].load(
+        case.constraint, dumped
+    )
     left, right = grammar.matcher(), loaded.matcher()
     for token in vocabulary.encode(case.valid[0]):
         assert np.array_equal(mask(left, vocabulary), mask(right, vocabulary))

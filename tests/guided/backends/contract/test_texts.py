@@ -1,4 +1,5 @@
-"""A matcher allows the texts that satisfy a constraint, in any tokens, and no others."""
+"""A matcher allows the texts that satisfy a constraint, in any tokens, and no
+others."""
 
 from __future__ import annotations
 
@@ -23,21 +24,30 @@ def test_adapters_are_found_by_their_paths(backend: str) -> None:
 
 
 def spell(matcher: Matcher, text: bytes, vocabulary: Vocabulary) -> None:
-    """Generate `text` with allowed tokens only: the tokenizer's own, unless the mask allows only another one."""
+    """Generate `text` with allowed tokens only: the tokenizer's own, unless the mask
+    allows only another one."""
     while text:
         allowed = mask(matcher, vocabulary)
         token = vocabulary.encode(text)[0]
         if token not in allowed:
             # If a text is forced, a backend may allow only one token to start it.
-            assert len(allowed) == 1, (text, [vocabulary.token_bytes[other] for other in allowed])
+            assert len(allowed) == 1, (
+                text,
+                [vocabulary.token_bytes[other] for other in allowed],
+            )
             token = int(allowed[0])
         matcher.accept_tokens([token])
-        assert text.startswith(vocabulary.token_bytes[token]), (text, vocabulary.token_bytes[token])
+        assert text.startswith(vocabulary.token_bytes[token]), (
+            text,
+            vocabulary.token_bytes[token],
+        )
         text = text[len(vocabulary.token_bytes[token]) :]
         assert not matcher.is_terminated()
 
 
-def test_valid_texts_can_be_generated(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
+def test_valid_texts_can_be_generated(
+    grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary
+) -> None:
     for text in case.valid:
         matcher = grammar.matcher()
         spell(matcher, text.encode(), vocabulary)
@@ -49,9 +59,16 @@ def test_valid_texts_can_be_generated(grammar: CompiledGrammar, case: Case, voca
             matcher.accept_tokens(vocabulary.encode("a"))
 
 
-def test_any_split_into_tokens_is_accepted(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
-    """Accept texts byte by byte, also within characters: the constraint is on bytes, not on one tokenization."""
-    single = {content: token for token, content in enumerate(vocabulary.token_bytes) if len(content) == 1}
+def test_any_split_into_tokens_is_accepted(
+    grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary
+) -> None:
+    """Accept texts byte by byte, also within characters: the constraint is on bytes,
+    not on one tokenization."""
+    single = {
+        content: token
+        for token, content in enumerate(vocabulary.token_bytes)
+        if len(content) == 1
+    }
     for text in case.valid:
         matcher = grammar.matcher()
         for index in range(len(text.encode())):
@@ -60,7 +77,9 @@ def test_any_split_into_tokens_is_accepted(grammar: CompiledGrammar, case: Case,
         assert matcher.is_accepting(), text
 
 
-def test_accepting_exactly_where_satisfied(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
+def test_accepting_exactly_where_satisfied(
+    grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary
+) -> None:
     row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)
     for text in case.valid:
         matcher = grammar.matcher()
@@ -77,7 +96,9 @@ def test_accepting_exactly_where_satisfied(grammar: CompiledGrammar, case: Case,
                     matcher.fork().accept_tokens([stop(vocabulary)])
 
 
-def test_invalid_texts_are_stopped(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
+def test_invalid_texts_are_stopped(
+    grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary
+) -> None:
     for text in case.invalid:
         matcher = grammar.matcher()
         try:
@@ -87,7 +108,9 @@ def test_invalid_texts_are_stopped(grammar: CompiledGrammar, case: Case, vocabul
         assert not matcher.is_accepting(), text
 
 
-def test_mask_and_accept_agree(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
+def test_mask_and_accept_agree(
+    grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary
+) -> None:
     matcher = grammar.matcher()
     for token in vocabulary.encode(case.valid[0])[:6]:
         allowed = set(mask(matcher, vocabulary).tolist())
@@ -99,7 +122,8 @@ def test_mask_and_accept_agree(grammar: CompiledGrammar, case: Case, vocabulary:
                 accepted.add(other)
             except TokenRejected:
                 pass
-        # If a text is forced, a mask may allow one tokenization only, while `accept_tokens` takes others too.
+        # If a text is forced, a mask may allow one tokenization only, while
+        # `accept_tokens` takes others too.
         assert allowed == accepted or (len(allowed) == 1 and allowed < accepted)
         matcher.accept_tokens([token])
 
@@ -111,7 +135,9 @@ def test_no_such_token(grammar: CompiledGrammar, token: int) -> None:
         grammar.matcher().accept_tokens([token])
 
 
-def test_random_walks_satisfy(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
+def test_random_walks_satisfy(
+    grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary
+) -> None:
     generator = random.Random(7)
     ended = 0
     for _ in range(12):

@@ -1,4 +1,5 @@
-"""A tiny model, its vocabulary and an inline pool, for the logits processor in `generate()`."""
+"""A tiny model, its vocabulary and an inline pool, for the logits processor in
+`generate()`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def model(tiny_llama_dir: Path) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tiny_tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> Vocabulary:
+def vocabulary(
+    tiny_tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM
+) -> Vocabulary:
     return Vocabulary.from_tokenizer(tiny_tokenizer, model.config.vocab_size)
 
 

@@ -1,4 +1,5 @@
-"""The guided rows of vLLM's batch: a row without a mask allows a stop token only, and the others go on."""
+"""The guided rows of vLLM's batch: a row without a mask allows a stop token only, and
+the others go on."""
 
 from __future__ import annotations
 
@@ -32,16 +33,26 @@ class Subject:
         return request
 
     def begin(self, *choices: str, name: str | None = None) -> GuidedRequest:
-        request = self.admit(name or choices[0], GuidedParams(Constraint.choice(choices)).to_text())
+        request = self.admit(
+            name or choices[0], GuidedParams(Constraint.choice(choices)).to_text()
+        )
         request.compiled.result(60)
         return request
 
     def step(self, *rows: GuidedRow) -> list[list[int] | str]:
-        """Return the allowed tokens of each line; "all" for a line without a constraint."""
+        """Return the allowed tokens of each line; "all" for a line without a
+        constraint."""
         self.masker.prepare(rows)
-        bitmask = np.full((1 + max(row.line for row in rows), words(LETTERS.padded_vocab_size)), -1, np.int32)
+        bitmask = np.full(
+            (1 + max(row.line for row in rows), words(LETTERS.padded_vocab_size)),
+            -1,
+            np.int32,
+        )
         self.discarded = self.masker.collect(bitmask, 0.0)
-        return [FREE if (line == -1).all() else allowed_ids(line).tolist() for line in bitmask]
+        return [
+            FREE if (line == -1).all() else allowed_ids(line).tolist()
+            for line in bitmask
+        ]
 
     def codes(self) -> list[tuple[str, str]]:
         return [(name, error.code) for name, error in self.failed]
@@ -51,7 +62,12 @@ class TestRows:
     def test_each_has_its_mask_and_other_lines_are_untouched(self) -> None:
         subject = Subject()
         one, other = subject.begin("ab", "ai"), subject.begin("cde")
-        assert subject.step(GuidedRow(other, 3, [3]), GuidedRow(one, 1, [1])) == [FREE, [2, 9], FREE, [4]]
+        assert subject.step(GuidedRow(other, 3, [3]), GuidedRow(one, 1, [1])) == [
+            FREE,
+            [2, 9],
+            FREE,
+            [4],
+        ]
         assert not subject.failed
 
     def test_an_output_that_has_ended_needs_no_mask(self) -> None:
@@ -76,7 +92,9 @@ class TestRows:
 class TestFailures:
     def test_a_constraint_that_does_not_compile(self) -> None:
         subject = Subject()
-        request = subject.admit("a", GuidedParams(Constraint.regex("a(?=b)c")).to_text())
+        request = subject.admit(
+            "a", GuidedParams(Constraint.regex("a(?=b)c")).to_text()
+        )
         assert subject.codes() == [("a", "unsupported_constraint")]
         assert not request.compiled.done(), "vLLM would schedule the request"
 
@@ -106,7 +124,9 @@ class TestFailures:
         subject.step(GuidedRow(done, 0, [1, 2]), GuidedRow(half, 1, [3]))
         for sequence_id in subject.pool.opened:
             subject.pool.lose(sequence_id)
-        assert subject.step(GuidedRow(done, 0, [1, 2, STOP]), GuidedRow(half, 1, [3, 4])) == [[STOP], [STOP]]
+        assert subject.step(
+            GuidedRow(done, 0, [1, 2, STOP]), GuidedRow(half, 1, [3, 4])
+        ) == [[STOP], [STOP]]
         assert subject.codes() == [("half", "worker_died")]
 
     def test_a_request_that_ends_before_its_step_is_collected(self) -> None:
@@ -121,16 +141,32 @@ class TestFailures:
 
 class TestDrafts:
     @staticmethod
-    def rows(request: GuidedRequest, committed: Sequence[int], drafts: Sequence[int]) -> list[GuidedRow]:
-        return [GuidedRow(request, count, [*committed, *drafts[:count]], count) for count in range(len(drafts) + 1)]
+    def rows(
+        request: GuidedRequest, committed: Sequence[int], drafts: Sequence[int]
+    ) -> list[GuidedRow]:
+        return [
+            GuidedRow(request, count, [*committed, *drafts[:count]], count)
+            for count in range(len(drafts) + 1)
+        ]
 
     def test_one_that_is_not_allowed_fails_no_request(self) -> None:
         subject = Subject()
         request = subject.begin("abcdef")
         for _ in range(2):
-            assert subject.step(*self.rows(request, [1], [2, 9, 4])) == [[2], [3], [STOP], [STOP]]
+            assert subject.step(*self.rows(request, [1], [2, 9, 4])) == [
+                [2],
+                [3],
+                [STOP],
+                [STOP],
+            ]
             assert subject.discarded == {2, 3}
-        assert subject.step(*self.rows(request, [1, 2, 3], [4, 5, 6, STOP])) == [[4], [5], [6], [STOP], [STOP]]
+        assert subject.step(*self.rows(request, [1, 2, 3], [4, 5, 6, STOP])) == [
+            [4],
+            [5],
+            [6],
+            [STOP],
+            [STOP],
+        ]
         assert subject.discarded == {4}
         assert not subject.failed
 

@@ -1,4 +1,5 @@
-"""The pool's state, from the process that has the pool to the one that answers `/metrics`."""
+"""The pool's state, from the process that has the pool to the one that answers
+`/metrics`."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def report(folder: str, ends: Event) -> None:
 def test_the_pools_of_the_children_of_this_process(folder: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ends = context.Event()
-    children = [context.Process(target=report, args=(str(folder), ends)) for _ in range(2)]
+    children = [
+        context.Process(target=report, args=(str(folder), ends)) for _ in range(2)
+    ]
     assert actors() == 0
     for count, child in enumerate(children):
         child.start()
