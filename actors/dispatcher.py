@@ -10,7 +10,7 @@ import math
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -98,10 +98,6 @@ class Dispatcher:
         self.unavailable: PoolUnavailable | None = None
         """Why no worker will take a sequence, as far as is known."""
         self._poller = select.poll()
-
-    @property
-    def sequences(self) -> Mapping[int, SequenceState]:
-        return self._sequences
 
     def announce(self, event: Callable[[], None]) -> None:
         """Have the engine's thread call `event`: at its next call, or while it waits in

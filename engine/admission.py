@@ -12,10 +12,9 @@ from engine.detokenizer import Detokenizer, TokenTexts
 from engine.keywords import accept
 from engine.model.loader import LoadedModel
 from engine.sampling_params import SamplingParams
-from engine.step.group import SequenceGroup
 from engine.step.restriction import Restriction
 from engine.step.seeds import sequence_seed
-from engine.step.sequence import Sequence, SequenceStatus
+from engine.step.sequence import Sequence, SequenceGroup, SequenceStatus
 from guided.errors import ContextLengthExceeded, InvalidRequest
 
 Prompt = str | Tokens[int] | Mapping[str, Any]

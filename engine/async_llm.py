@@ -17,7 +17,7 @@ from engine.base_llm import AsyncEngineArgs, BaseLLM
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.stats import EngineStats
-from engine.step.group import SequenceGroup
+from engine.step.sequence import SequenceGroup
 from guided.errors import GuidedError, InternalError, bounded
 from guided.pools.status import PoolStatus
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.memory.block_manager import BlockManager
-from engine.sampler import SamplerOutput
-from engine.step.group import SequenceGroup
+from engine.sampling.output import SamplerOutput
 from engine.step.logprobs import TokenLogprobs, ranked_logprobs
 from engine.step.scheduler import Batch
-from engine.step.sequence import SequenceStatus
+from engine.step.sequence import SequenceGroup, SequenceStatus
 from guided.processors.logit_post_processor import LogitPostProcessor
 
 

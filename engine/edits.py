@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from engine.requests import Requests
-from engine.sampler import SamplerOutput
+from engine.sampling.output import SamplerOutput
 from engine.stats import EngineStats
 from engine.step.logprobs import TokenLogprobs
 from engine.step.scheduler import Batch, Scheduler

@@ -14,7 +14,7 @@ from engine.base_llm import BaseLLM
 from engine.keywords import accept
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.step.group import SequenceGroup
+from engine.step.sequence import SequenceGroup
 from guided.errors import InvalidRequest
 
 

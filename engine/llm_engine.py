@@ -28,13 +28,13 @@ from engine.model.loader import LoadedModel
 from engine.model.runner import ModelRunner
 from engine.outputs import RequestOutput
 from engine.requests import Requests
-from engine.sampler import Sampler, SamplerOutput
+from engine.sampling.output import SamplerOutput
+from engine.sampling.sampler import Sampler
+from engine.sampling.scoring import score_tokens
 from engine.sampling_params import SamplingParams
-from engine.scoring import score_tokens
 from engine.stats import EngineStats
-from engine.step.group import SequenceGroup
 from engine.step.scheduler import Batch, Scheduler
-from engine.step.sequence import SequenceStatus
+from engine.step.sequence import SequenceGroup, SequenceStatus
 from guided.errors import DeadEnd, GuidedError, InternalError, bounded
 from guided.pools.protocol import MaskPool
 from guided.processors.logit_post_processor import ApplyReport, LogitPostProcessor

@@ -8,10 +8,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.step.group import SequenceGroup
 from engine.step.logprobs import TokenLogprobs
 from engine.step.record import MaskDetails
-from engine.step.sequence import Sequence, SequenceStatus
+from engine.step.sequence import Sequence, SequenceGroup, SequenceStatus
 from guided.errors import GuidedError
 from guided.fields.output_types import parse_as
 

@@ -10,9 +10,8 @@ from concurrent.futures import Future
 
 from engine.outputs import RequestOutput
 from engine.stats import EngineStats
-from engine.step.group import SequenceGroup
 from engine.step.scheduler import Scheduler
-from engine.step.sequence import Sequence, SequenceStatus
+from engine.step.sequence import Sequence, SequenceGroup, SequenceStatus
 from guided.errors import BackendError, GuidedError, bounded
 from guided.pools.protocol import CLIENT, Grammar
 from guided.processors.post_processors import PostProcessors

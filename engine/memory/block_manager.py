@@ -143,6 +143,7 @@ class BlockManager:
         blocks = self._blocks[seq_id]
         index = position // self.block_size
         if index < len(blocks) and self._count[blocks[index]] == 1:
+            self._forget(blocks[index])  # it may have been shared at a rollback
             return None
         if not self._free:
             raise MemoryError("no block is free")
@@ -172,8 +173,8 @@ class BlockManager:
                 return False
         if len(missing) > len(self._free):
             return False
-        for seq_id in missing:
-            self.append_slot(seq_id, positions[seq_id])
+        for seq_id, position in positions.items():
+            self.append_slot(seq_id, position)
         return True
 
     def take_over(self, parents: Mapping[int, int]) -> None:

@@ -13,6 +13,8 @@ import logging
 from types import FunctionType, MethodType
 from typing import Any
 
+from torch import nn
+
 _OF_TRAINING = ("cross_entropy", "fused_linear_cross_entropy")
 
 
@@ -72,3 +74,15 @@ def fuse(body: Any) -> None:
             )
             fused.__kwdefaults__ = forward.__kwdefaults__
             part.forward = MethodType(fused, part)
+
+
+def attributes_of(body: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """Return the attributes of all parts of a model, for `restore`."""
+    return {part: dict(vars(part)) for part in body.modules()}
+
+
+def restore(attributes: dict[nn.Module, dict[str, Any]]) -> None:
+    """Undo `fuse`."""
+    for part, values in attributes.items():
+        vars(part).clear()
+        vars(part).update(values)

@@ -20,9 +20,9 @@ from engine.memory.recurrent import RecurrentStates, StateLayout
 from engine.model.attention import ATTENTION, UnsupportedModelError
 from engine.model.config import architecture, model_factory, read_config, refusal
 from engine.model.files import complete, gguf_file, pretrained, processor_template
-from engine.model.fusion import fuse
+from engine.model.fusion import attributes_of, fuse, restore
 from engine.model.head import Head, body_name
-from engine.model.packing import pack
+from engine.model.packing import pack, unpack
 from engine.model.probe import Probe
 from engine.model.ranks import Ranks
 from guided.errors import bounded
@@ -314,9 +314,11 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
 def _optimise(model: Any, body: torch.nn.Module, probe: Probe, head: Head) -> None:
     """Give the model what its device computes faster."""
     if model.device.type == "cuda":
-        probe.optimise(head, partial(fuse, body), "fused kernels")
+        undo = partial(restore, attributes_of(body))
+        probe.optimise(head, partial(fuse, body), undo, "fused kernels")
     elif model.device.type == "cpu":
-        probe.optimise(head, partial(pack, model), "packed weights")
+        change = partial(pack, model, partial(probe.run, head))
+        probe.optimise(head, change, partial(unpack, model), "packed weights")
 
 
 def _body(model: Any) -> torch.nn.Module:

@@ -138,22 +138,29 @@ class Probe:
             "its logits with paged attention differ from transformers' own"
         )
 
-    def optimise(self, head: Head, change: Callable[[], None], name: str) -> None:
+    def optimise(
+        self,
+        head: Head,
+        change: Callable[[], None],
+        undo: Callable[[], None],
+        name: str,
+    ) -> None:
         """Change the model's kernels. If the logits are no longer those of
-        transformers' own generation, or `change` raises, undo it with a warning, in
+        transformers' own generation, or `change` raises, `undo` it with a warning, in
         which the kernels are called `name`."""
-        attributes = {part: dict(vars(part)) for part in self._model.modules()}
         try:
             change()
-            if self._agrees(head(self._compute())):
+            if self._agrees(self.run(head)):
                 return
             why = "the logits would differ"
         except Exception as error:
             why = bounded(repr(error))
-        for part, values in attributes.items():
-            vars(part).clear()
-            vars(part).update(values)
+        undo()
         logger.warning("the model runs without %s: %s", name, why)
+
+    def run(self, head: Head) -> Tensor:
+        """Compute the logits of the probe's tokens: `[4, padded_vocab_size]`."""
+        return head(self._compute())
 
     def _agrees(self, logits: Tensor) -> bool:
         return _alike(logits.float(), self._expected, _SAME[self._weight.dtype])

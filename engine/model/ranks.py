@@ -50,7 +50,10 @@ class Selection(NamedTuple):
         """Return what is selected, `[rows, hidden]`."""
         if self.rows is not None:
             hidden = hidden.index_select(
-                0, torch.tensor(self.rows, dtype=torch.int64, device=hidden.device)
+                0,
+                torch.tensor(self.rows, dtype=torch.int64).to(
+                    hidden.device, non_blocking=True
+                ),
             )
         if self.kept:
             hidden = torch.cat(

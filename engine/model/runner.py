@@ -182,10 +182,10 @@ class ModelRunner:
     def execute(self, batch: Batch) -> Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the
         input. Without a token to compute there is none, and the result is empty."""
-        if not batch.computes:
-            return torch.empty(0, dtype=self._model.dtype, device=self._model.device)
         step = self._next
         self._next = None
+        if not batch.computes:
+            return torch.empty(0, dtype=self._model.dtype, device=self._model.device)
         if step is not None and batch.decodes and not batch.copies:
             rows = step.rows(batch.decodes)
             if rows is not None:
@@ -221,6 +221,10 @@ class ModelRunner:
         """
         sequences = batch.sequences
         if self._graphs is None or self._model.layout is not None:
+            return
+        if all(
+            sequence.length + 1 >= sequence.group.max_length for sequence in sequences
+        ):
             return
         if self.blocks.extend(
             {sequence.seq_id: sequence.length for sequence in sequences}

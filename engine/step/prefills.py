@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from engine.memory.block_manager import BlockManager
 from engine.memory.recurrent import StateLayout
-from engine.step.group import SequenceGroup
-from engine.step.sequence import Sequence, SequenceStatus
+from engine.step.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
 @dataclass(slots=True)

@@ -17,9 +17,8 @@ from torch import Tensor
 from engine.memory.block_manager import BlockManager
 from engine.memory.recurrent import StateLayout
 from engine.sampling_params import SamplingParams
-from engine.step.group import SequenceGroup
 from engine.step.prefills import Chunk, Prefills
-from engine.step.sequence import Sequence, SequenceStatus
+from engine.step.sequence import Sequence, SequenceGroup, SequenceStatus
 
 _numbers = count()  # shared by the engines of a process: they may use one pool
 Plan = TypeVar("Plan")

@@ -8,7 +8,7 @@ or the error of each row of a step. It knows nothing of requests, batches or log
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -114,23 +114,12 @@ def forced_runs(
     return forced
 
 
-class OpenSequence(Protocol):
-    """What is known of each open sequence."""
-
-    @property
-    def request_id(self) -> str: ...
-
-
 class MaskPool(Protocol):
     """Workers that compute masks. All methods but `status` are called from one thread,
     the engine's."""
 
     @property
     def vocabulary(self) -> Vocabulary: ...
-
-    @property
-    def sequences(self) -> Mapping[int, OpenSequence]:
-        """The open sequences, by id."""
 
     def compile(
         self, constraint: Constraint, backends: Sequence[str]

@@ -48,6 +48,9 @@ class GuidedProcessor(LogitPostProcessor):
         """The vocabulary of the masks."""
         self._grammars: dict[str, Future[Grammar]] = {}
         """The grammars of requests, by request id."""
+        self._sequences: dict[int, GuidedSequence] = {}
+        """The open sequences, by id. A pool may have others: it may have several
+        users."""
         self._batch: int | None = None
         """The number of the last batch."""
         self._is_timed = False
@@ -96,12 +99,12 @@ class GuidedProcessor(LogitPostProcessor):
                 "a sequence id occurs twice in this step: each sequence needs its own"
             )
         self._is_timed = False
-        opened = self._pool.sequences
         for sequence in sequences:
             self._is_timed |= sequence.mask_seconds is not None
-            known = opened.get(sequence.sequence_id)
+            known = self._sequences.get(sequence.sequence_id)
             if known is None:
                 self._pool.open(sequence, self._grammar(sequence.request_id))
+                self._sequences[sequence.sequence_id] = sequence
             elif known.request_id != sequence.request_id:
                 owner = f"belongs to request {known.request_id!r}"
                 raise ValueError(
@@ -132,7 +135,13 @@ class GuidedProcessor(LogitPostProcessor):
             step = self._pool.collect(deadline)
         if step.late and deadline is not None and len(step.late) == len(logits):
             until = started + FIRST_MASK_SECONDS
-            step = wait_for_first(self._pool, step, sequences, self._batch, until)
+            late = self._sequences.keys() - self._pool.decided(self._sequences)
+            late.update(sequence.sequence_id for sequence in sequences)
+            wait_for_first(self._pool, late, until)
+            self._pool.submit(sequences, self._batch)
+            again = self._pool.collect(0.0)
+            again.seconds += step.seconds
+            step = again
         waited = time.perf_counter()
         report = self._report(sequences, step, waited - started)
         masks = [(part.masks, part.slots) for part in step.ready]
@@ -230,14 +239,9 @@ class GuidedProcessor(LogitPostProcessor):
 
     def free(self, request_id: str) -> None:
         self._grammars.pop(request_id, None)
-        opened = self._pool.sequences.items()
-        self._close(
-            [
-                sequence_id
-                for sequence_id, sequence in opened
-                if sequence.request_id == request_id
-            ]
-        )
+        opened = self._sequences.values()
+        own = [sequence for sequence in opened if sequence.request_id == request_id]
+        self._close([sequence.sequence_id for sequence in own])
 
     def free_sequence(self, sequence_id: int) -> None:
         self._close([sequence_id])
@@ -245,3 +249,5 @@ class GuidedProcessor(LogitPostProcessor):
     def _close(self, sequence_ids: Collection[int]) -> None:
         self._kernel.wait()  # other sequences get their slots
         self._pool.free(sequence_ids)
+        for sequence_id in sequence_ids:
+            self._sequences.pop(sequence_id, None)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from guided.pools.protocol import MaskPool, StepMasks
 from guided.processors.cuda_kernel import end_of_work
-from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:
     import torch
@@ -45,20 +44,8 @@ def wait_for_share(pool: MaskPool, step: StepMasks, seconds: float) -> StepMasks
     return step
 
 
-def wait_for_first(
-    pool: MaskPool,
-    step: StepMasks,
-    sequences: Sequence[GuidedSequence],
-    batch: int | None,
-    until: float,
-) -> StepMasks:
-    """Wait until a late sequence is decided, of this step or of an earlier one, or
-    until a `time.perf_counter()`. Then collect the step again."""
-    late = pool.sequences.keys() - pool.decided(pool.sequences)
-    late.update(sequence.sequence_id for sequence in sequences)
+def wait_for_first(pool: MaskPool, late: Collection[int], until: float) -> None:
+    """Wait until one of the late sequences with these ids is decided, or until a
+    `time.perf_counter()`."""
     while not pool.decided(late) and time.perf_counter() < until:
         time.sleep(_LOOK_SECONDS)
-    pool.submit(sequences, batch)
-    again = pool.collect(0.0)
-    again.seconds += step.seconds
-    return again

@@ -14,8 +14,7 @@ from engine.llm_engine import LLMEngine
 from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.step.group import SequenceGroup
-from engine.step.sequence import Sequence
+from engine.step.sequence import Sequence, SequenceGroup
 from guided.pools.inline import InlinePool
 from guided.pools.protocol import MaskPool
 from guided.vocabulary import Vocabulary

@@ -53,3 +53,20 @@ def test_the_least_recently_used_block_is_evicted_first() -> None:
     assert it.allocate([7], 9, [*range(100, 109)]) == 0
     it.free(7)
     assert it.num_free == 6
+
+
+def test_what_is_written_after_a_rollback_is_not_found_as_the_old_content() -> None:
+    """Two sequences share three blocks. One is rolled back into the first, which is
+    copied; the other ends; then the first one writes to the rest."""
+    blocks = BlockManager(20, 4, max_seqs=4, max_blocks=10, prefix_cache=True)
+    tokens = list(range(100, 114))
+    blocks.allocate([1], 14, tokens)
+    blocks.note_content(1, 14, lambda start, end: tokens[start:end])
+    assert blocks.allocate([2], 14, tokens) == 12
+    blocks.rollback(1, 1)
+    assert blocks.append_slot(1, 1) is not None
+    blocks.free(2)
+    for position in range(2, 14):
+        blocks.append_slot(1, position)
+    found = blocks.allocate([3], 14, tokens)
+    assert not {*blocks.blocks(1)} & {*blocks.blocks(3)[: found // 4]}

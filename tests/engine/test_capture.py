@@ -27,7 +27,7 @@ from engine.model.head import Head
 from engine.model.loader import LoadedModel, _body
 from engine.model.probe import Probe
 from engine.model.runner import ModelRunner
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.step.scheduler import Batch
 from tests.engine.conftest import new_sequence

@@ -19,7 +19,7 @@ import triton.language as tl
 from liger_kernel.ops import geglu, rms_norm
 from triton.runtime import interpreter
 from model_families import FAMILIES
-from engine.model.fusion import fuse
+from engine.model.fusion import attributes_of, fuse, restore
 from engine.model.loader import _body
 from engine.model.probe import Probe
 
@@ -54,13 +54,13 @@ with torch.inference_mode():
         before = [part.forward for part in model.modules()], state(other)
         hidden = probe._compute()
         expected = head(hidden)
-        probe.optimise(head, partial(fuse, probe._body), "fused kernels")
+        probe.optimise(head, partial(fuse, probe._body), partial(restore, attributes_of(probe._body)), "fused kernels")
         fused = sum("forward" in vars(part) for part in model.modules())
         torch.testing.assert_close(head(probe._compute()), expected, rtol=1e-4, atol=1e-4)
         assert str(state(other)) == str(before[1])
         print(title, fused)
     probe, head = probed(by_title["CWM"].make())
-    probe.optimise(head, partial(fuse, probe._body), "fused kernels")
+    probe.optimise(head, partial(fuse, probe._body), partial(restore, attributes_of(probe._body)), "fused kernels")
     # Kernels that compute something else are taken away again.
     model = by_title["Llama 3"].make()
     probe, head = probed(model)
@@ -69,7 +69,7 @@ with torch.inference_mode():
     def wrong(body):
         body.norm.forward = lambda hidden: hidden * 0 + 1
 
-    probe.optimise(head, partial(wrong, probe._body), "fused kernels")
+    probe.optimise(head, partial(wrong, probe._body), partial(restore, attributes_of(probe._body)), "fused kernels")
     assert torch.equal(head(probe._compute()), expected)
     assert str(state(model)) == str(before)
 """

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.adjustments import PROBE_STEPS
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model.loader import LoadedModel
 from engine.outputs import RequestOutput
+from engine.sampling.adjustments import PROBE_STEPS
 from engine.sampling_params import SamplingParams
 from guided.pools.inline import InlinePool
 from guided.processors.logit_post_processor import LogitPostProcessor

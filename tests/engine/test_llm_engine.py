@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from faulty_pool import FaultyPool
 
 from engine.model.loader import LoadedModel
@@ -13,6 +14,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.step.seeds import sequence_seed
 from guided.errors import InternalError, InvalidRequest
+from guided.pools.inline import InlinePool
 from guided.pools.protocol import StepMasks
 from tests.engine.conftest import MakeEngine, finish, run
 
@@ -211,3 +213,42 @@ def test_a_mask_that_forbids_everything_is_an_error_and_no_token(
     for output in found.values():
         assert isinstance(output.error, InternalError)
         assert output.outputs[0].token_ids == []
+
+
+def test_two_engines_share_a_pool_and_a_request_id(
+    make_engine: MakeEngine, tiny_model: LoadedModel
+) -> None:
+    pool = InlinePool(tiny_model.vocabulary)
+    engines = [make_engine(pool), make_engine(pool)]
+    for engine, regex in zip(engines, ("[0-9]{3}", "[0-9]{12}"), strict=True):
+        engine.add_request("0", PROMPT, greedy(regex=regex))
+    texts: list[str] = ["", ""]
+    while any(engine.has_unfinished for engine in engines):
+        for number, engine in enumerate(engines):
+            for output in engine.step():
+                texts[number] = output.outputs[0].text
+    assert [len(text) for text in texts] == [3, 12]
+    assert all(re.fullmatch("[0-9]+", text) for text in texts)
+
+
+def test_a_step_with_beams_that_is_given_up_leaves_nothing(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.add_request("plain", PROMPT, greedy(ignore_eos=True))
+    beams = SamplingParams(
+        temperature=0.0, use_beam_search=True, best_of=3, max_tokens=30
+    )
+    engine.add_request("beams", PROMPT, beams)
+    for _ in range(3):
+        engine.step()
+    sample = engine.sampler.sample
+
+    def fail(*arguments: Any) -> Any:
+        monkeypatch.setattr(engine.sampler, "sample", sample)
+        raise torch.OutOfMemoryError("the device is full")
+
+    monkeypatch.setattr(engine.sampler, "sample", fail)
+    ended = finish(engine)
+    assert ended["beams"].outputs[0].finish_reason == "error"
+    assert ended["plain"].outputs[0].finish_reason == "length"

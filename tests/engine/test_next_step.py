@@ -56,9 +56,8 @@ def test_a_step_is_launched_before_the_last_is_appended(
     for name in ("a", "b"):
         engine.add_request(name, [5, 6, 7], GREEDY)
     finish(engine)
-    # The prefill launches the first decode. The step after the last token is computed
-    # in vain.
-    assert counts == list(range(1, 11))
+    # The prefill launches the first decode. No step follows the last token.
+    assert counts == [*range(1, 10), 9]
 
 
 def test_rows_that_go_on_are_not_computed_again(
@@ -78,7 +77,7 @@ def test_rows_that_go_on_are_not_computed_again(
         "late", [9, 9], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     )
     finish(engine)
-    assert counts == list(range(1, 11))
+    assert counts == [*range(1, 10), 9]
 
 
 def test_log_probabilities_are_not_read_behind_the_next_step(

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from engine.adjustments import SUPPRESSED
 from engine.logits_processors import VllmConfig
 from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
-from engine.sampler import Sampler
+from engine.sampling.adjustments import SUPPRESSED
+from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.step.logprobs import TokenLogprobs
 from engine.step.scheduler import Batch

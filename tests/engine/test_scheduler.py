@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from engine.memory.block_manager import BlockManager
 from engine.sampling_params import SamplingParams
-from engine.step.group import SequenceGroup
 from engine.step.scheduler import Batch, Scheduler
-from engine.step.sequence import SequenceStatus
+from engine.step.sequence import SequenceGroup, SequenceStatus
 from tests.engine.conftest import new_sequence
 
 BLOCK = 4

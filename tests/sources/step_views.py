@@ -7,12 +7,11 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from engine.memory.block_manager import BlockManager
-from engine.sampler import SamplerOutput
+from engine.sampling.output import SamplerOutput
 from engine.sampling_params import SamplingParams
-from engine.step.group import SequenceGroup
 from engine.step.logprobs import TokenLogprobs
 from engine.step.scheduler import Batch
-from engine.step.sequence import Sequence
+from engine.step.sequence import Sequence, SequenceGroup
 from guided.sequence import SequenceOutput
 
 

@@ -15,8 +15,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from engine import LLM, SamplingParams
-from engine.step.group import SequenceGroup
-from engine.step.sequence import SequenceStatus
+from engine.step.sequence import SequenceGroup, SequenceStatus
 from guided.errors import InvalidRequest
 from guided.sequence import SequenceOutput
 from tests.engine.conftest import MakeEngine, finish, run

@@ -23,7 +23,7 @@ from engine.server.request.bodies import (
 )
 from engine.server.request.constraints import RequestedConstraint
 from engine.server.request.fields import ConstraintFields
-from engine.step.group import SequenceGroup
+from engine.step.sequence import SequenceGroup
 from guided.constraint import KINDS, Constraint
 from guided.errors import (
     CompileTimeout,

@@ -1,6 +1,6 @@
 """Sampler: samples tokens from logits, for a whole batch at once.
 
-`adjust` applies what the requests ask for (`engine/adjustments.py`). Then the engine
+`adjust` applies what the requests ask for (`engine/sampling/adjustments.py`). Then the engine
 applies the mask. `sample` applies temperature, min_p, argmax-invariant custom
 processors, top_k and top_p, and draws.
 """
@@ -9,47 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from engine.adjustments import Adjustments
-from engine.distribution import Distribution
 from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
-from engine.step.logprobs import TokenLogprobs
+from engine.sampling.adjustments import Adjustments
+from engine.sampling.distribution import Distribution
+from engine.sampling.output import SamplerOutput
 from engine.step.scheduler import Batch
 from guided.processors.cuda_kernel import end_of_work
-from guided.sequence import SequenceOutput
-
-
-@dataclass(slots=True)
-class SamplerOutput:
-    """One step's tokens. Entry i is of row i, and meaningless for an unsampled row."""
-
-    token_ids: list[int]
-    unsampled: frozenset[int] = frozenset()
-    """Rows without a token: their mask is late or was vetoed, or their mask or a logits
-    processor has failed."""
-    broken: list[int] = field(default_factory=list)
-    """Rows of which the sampled or the largest logit is not finite: the mask forbids
-    every token, or the model computed NaN."""
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By row, if requested: those of the sampled token and of the most likely
-    tokens."""
-    measured: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """By row, if requested, and of a few constrained rows now and then: the number of
-    tokens that could be sampled, and the log of their kept mass. That is their
-    probability in the model's own distribution: before bias, penalties and mask, at
-    temperature 1."""
-    beam_logprobs: Tensor | None = None
-    """float32 `[len(batch.beams), vocab]`: of the adjusted logits, before the mask."""
-    beam_scores: Tensor | None = None
-    """The same, -inf where the mask forbids."""
-
-    def sample_of(self, row: int, seq_id: int) -> SequenceOutput:
-        """Return the token of a row, which continues sequence `seq_id`."""
-        return SequenceOutput(seq_id, self.token_ids[row], self.logprobs.get(row, {}))
 
 
 class Sampler:

@@ -23,11 +23,13 @@ class Distribution:
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self.rows = batch.random
-        self.index = torch.tensor(self.rows, device=device)
+        self.index = torch.tensor(self.rows).to(device, non_blocking=True)
         params = [batch.sequences[row].params for row in self.rows]
 
         def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+            return torch.tensor(values, dtype=torch.float32)[:, None].to(
+                device, non_blocking=True
+            )
 
         self._temperatures = column([p.temperature for p in params])
         self._min_p = (
@@ -36,7 +38,7 @@ class Distribution:
             else None
         )
         cut = [place for place, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
-        self._cut = torch.tensor(cut, device=device)
+        self._cut = torch.tensor(cut).to(device, non_blocking=True)
         """Places of the rows with top_k or top_p."""
         self._ks = [params[place].top_k for place in cut]
         self._limits = column([k if k > 0 else math.inf for k in self._ks])

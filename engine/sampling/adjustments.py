@@ -11,20 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.logits_processors.custom_logits_processors import CustomLogitsProcessors
+from engine.sampling.output import SamplerOutput
 from engine.sampling_params import GREEDY_BELOW
 from engine.step.logprobs import ranked_logprobs
 from engine.step.restriction import Restriction
 from engine.step.scheduler import Batch
-
-if TYPE_CHECKING:
-    from engine.sampler import SamplerOutput
 
 SUPPRESSED = -1e30
 """The logit of a suppressed token: finite in float32 even when a penalty or the lowest
@@ -138,7 +135,7 @@ class Adjustments:
             self._add_logprobs(output, logits, batch, rows)
         if rows.searched:
             self._note_free_places(logits, batch, rows, output.unsampled)
-        if self._beam_logprobs is not None:
+        if batch.beams and self._beam_logprobs is not None:
             forbidden = logits[batch.beams].isneginf()
             output.beam_logprobs = self._beam_logprobs
             output.beam_scores = self._beam_logprobs.masked_fill(forbidden, -torch.inf)
@@ -306,6 +303,9 @@ def _places(
 ) -> tuple[Tensor, Tensor]:
     """Return (row, token) pairs as two index tensors."""
     rows, tokens = (
-        torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
+        torch.tensor(pairs, dtype=torch.int64)
+        .reshape(-1, 2)
+        .t()
+        .to(device, non_blocking=True)
     )
     return rows, tokens

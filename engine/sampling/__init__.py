@@ -1,0 +1,1 @@
+"""Sampling: from the model's logits to tokens and log-probabilities."""
