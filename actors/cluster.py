@@ -195,9 +195,8 @@ class Cluster:
         if address is None:
             try:
                 return Driver(stopping, *_local())
-            except (
-                PoolUnavailable
-            ) as error:  # a busy machine may be too slow for Ray's own time limits
+            except PoolUnavailable as error:
+                # a busy machine may be too slow for Ray's own time limits
                 _log.warning("Ray did not start: %s; trying once more", error)
                 return Driver(stopping, *_local())
         if address == "auto":

@@ -113,10 +113,8 @@ class ForkServer:
         self._control, theirs = socket.socketpair()
         self.is_warm = False
         self._deadline = time.monotonic() + START_SECONDS
-        one_thread = {
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }  # a fork has one thread only
+        # a fork has one thread only
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         descriptors = (theirs.fileno(), vocabulary)
         program = "actors.compile_process"
         with theirs:
@@ -145,11 +143,12 @@ class ForkServer:
             with theirs:
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
             if not wait([jobs], _FORK_SECONDS):
+                # if not, it is slow
                 if thread_state(self._process.pid, self._process.pid) in (
                     "T",
                     "t",
                     "D",
-                ):  # if not, it is slow
+                ):
                     self._process.kill()
                 raise OSError(
                     "the fork server of the compile processes does not answer"
@@ -209,9 +208,8 @@ class CompileProcess:
         text = f"compiling this constraint with {request.backend} took more than"
         try:
             send_package(self._jobs, encode(request))
-            while not wait(
-                [self._jobs], min(0.01, deadline - time.monotonic())
-            ):  # then its memory is read
+            # then its memory is read
+            while not wait([self._jobs], min(0.01, deadline - time.monotonic())):
                 if self.growth > memory_bytes:
                     limit = f"{memory_bytes >> 20} MiB of memory"
                     raise ConstraintTooLarge(
@@ -351,9 +349,8 @@ def _warm(backends: Backends) -> None:
             backends[name]
             for constraint in _WARM_UP:
                 if constraint.kind in adapter.kinds:
-                    with contextlib.suppress(
-                        UnsupportedConstraint
-                    ):  # no backend has both formats of grammars
+                    # no backend has both formats of grammars
+                    with contextlib.suppress(UnsupportedConstraint):
                         compile_with(backends, constraint, name).grammar.dump()
         except BaseException:  # requests for this backend get the error
             _log.exception("backend %s cannot be loaded", name)
@@ -382,9 +379,8 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> Non
     closed."""
     _die_with(fork_server)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.nice(
-        10
-    )  # a compilation takes seconds of a core: the engine and the masks have precedence
+    # a compilation takes seconds of a core: the engine and the masks have precedence
+    os.nice(10)
     enter_session()
     stream = socket.socket(fileno=jobs)
     decode = Decoder(CompileRequest).decode
@@ -403,12 +399,10 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
     _die_with(parent)
     enter_session()  # loading the libraries takes seconds of a core too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_IGN
-    )  # compile processes that end leave nothing behind
-    resource.setrlimit(
-        resource.RLIMIT_CORE, (0, 0)
-    )  # a core dump of half a gigabyte takes seconds
+    # compile processes that end leave nothing behind
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # a core dump of half a gigabyte takes seconds
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     leave_out_torch()
     backends = Backends(
         Vocabulary.from_bytes(Path(f"/proc/self/fd/{vocabulary}").read_bytes())
@@ -427,9 +421,8 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
         pid = -1
         try:
             pid = os.fork()
-        except (
-            OSError
-        ) as error:  # the other end sees the end of `jobs`, and tries again
+        except OSError as error:
+            # the other end sees the end of `jobs`, and tries again
             _log.error("cannot start a compile process: %s", error)
         if pid == 0:
             try:
@@ -444,7 +437,6 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
 
 if __name__ == "__main__":
     _control, _vocabulary, _parent = map(int, sys.argv[1:])
-    with contextlib.suppress(
-        EOFError, BrokenPipeError, ConnectionResetError
-    ):  # the engine is gone
+    # the engine is gone
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _run_fork_server(socket.socket(fileno=_control), _vocabulary, _parent)

@@ -131,9 +131,8 @@ class Compiler:
             now = time.monotonic()
             if self._processes.are_starting:
                 warm_since = now
-            if (
-                now < warm_since + self._limits.wait_seconds
-            ):  # constraints waited for the first fork server
+            # constraints waited for the first fork server
+            if now < warm_since + self._limits.wait_seconds:
                 continue
             with self._lock:
                 expired = self._queue.expired(now - self._limits.wait_seconds)

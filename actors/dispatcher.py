@@ -196,9 +196,8 @@ class Dispatcher:
         had_mask = any(
             state.has_answered or state.sequence.output_token_ids for state in states
         )
-        if cause == "died" and (
-            had_mask or len(keys) > 1
-        ):  # then it need not be the cause
+        # then it need not be the cause
+        if cause == "died" and (had_mask or len(keys) > 1):
             return
         for key in keys:
             self.quarantine.note(key)
@@ -365,9 +364,8 @@ class Dispatcher:
             else:
                 timeout = 1000 * _LOOK_SECONDS
             polled = self._poller.poll(timeout)
-            if any(
-                happened & select.POLLHUP for _, happened in polled
-            ):  # a supervisor is about to announce its end
+            # a supervisor is about to announce its end
+            if any(happened & select.POLLHUP for _, happened in polled):
                 time.sleep(_LOOK_SECONDS)
 
     def decided(self, sequence_ids: Collection[int]) -> list[int]:
@@ -385,9 +383,8 @@ class Dispatcher:
         state = self._sequences.get(sequence_id)
         if state is None or state.error is not None:
             return True
-        if (
-            state.worker is None
-        ):  # its worker may have ended, or the pool does not start
+        # its worker may have ended, or the pool does not start
+        if state.worker is None:
             return (
                 can_open
                 or self.unavailable is not None

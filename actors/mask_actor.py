@@ -166,9 +166,8 @@ class RemoteSteps:
 
     def _lines(self, slots: Indices, failures: list[bytes]) -> Lines:
         table = self._table
-        ready = table.ready[
-            slots
-        ]  # before the others: a line that is filled again meanwhile has the older version
+        # before the others: a line that is filled again meanwhile has the older version
+        ready = table.ready[slots]
         columns = {
             name: getattr(table, name)[slots]
             for name in ("mask", "seconds", "status", "forced", "veto")
@@ -195,13 +194,11 @@ class MaskActor(RemoteSteps):
         forced_tokens: bool,
         backends: Sequence[str],
     ) -> None:
-        limit_memory(
-            memory_limit(memory)
-        )  # this node may have less memory than the engine's
+        # this node may have less memory than the engine's
+        limit_memory(memory_limit(memory))
         leave_out_torch()
-        logging.basicConfig(
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )  # to Ray's file of this process
+        # to Ray's file of this process
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         # Python's default, 5 ms, is what the second thread would wait for each time
         # that a library returns to Python.
         sys.setswitchinterval(0.00005)
@@ -279,9 +276,8 @@ def forward(
 
     def forward_frame() -> None:
         frame = bytes(receive(end))
-        slots = np.flatnonzero(
-            table.target != sent
-        )  # each request of a mask has another version
+        # each request of a mask has another version
+        slots = np.flatnonzero(table.target != sent)
         sent[slots] = target = table.target[slots]
         deliver(frame, slots, target, table.tokens[slots])
 

@@ -71,9 +71,8 @@ def enter_session() -> None:
     niceness counts within a session only.
     """
     try:
-        if (
-            os.getpgrp() == os.getpid()
-        ):  # true of each process of Ray; setsid(2) fails for the leader of a group
+        # true of each process of Ray; setsid(2) fails for the leader of a group
+        if os.getpgrp() == os.getpid():
             os.setpgid(0, os.getpgid(os.getppid()))
         os.setsid()
     except PermissionError:

@@ -124,9 +124,8 @@ class Channel:
             credentials = end.getsockopt(
                 socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
             )
-            if (
-                _CREDENTIALS.unpack(credentials)[1] != os.getuid()
-            ):  # all users can see the address
+            # all users can see the address
+            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
                 raise PermissionError("a process of another user has connected")
         with FileIO(receive_descriptor(self._grammars)[1]) as memory:
             table = SlotTable.over(memory.fileno(), slots, words)
@@ -153,9 +152,8 @@ class Channel:
         for end, unsent in zip(
             (self._grammars, self._steps), self._unsent, strict=True
         ):
-            with contextlib.suppress(
-                OSError
-            ):  # the socket's buffer is full, or the connection is lost
+            # the socket's buffer is full, or the connection is lost
+            with contextlib.suppress(OSError):
                 while unsent:
                     unsent[0] = packed(unsent[0])  # once, however often it is tried
                     send_package(end, unsent[0])

@@ -368,9 +368,8 @@ class Supervisor:
         """Wait until the incarnation ends or has to be ended."""
         poller = select.poll()
         for end in (watch.connection.channel.fd, session):
-            poller.register(
-                end, 0
-            )  # reports POLLHUP: the actor's process, or the driver, has ended
+            # reports POLLHUP: the actor's process, or the driver, has ended
+            poller.register(end, 0)
         while not poller.poll(TICK_SECONDS * 1000) and not self._pool.stopping.is_set():
             verdict = watch.look()
             if verdict is not None:

@@ -162,9 +162,8 @@ class StepServer:
             loop()
         except (EOFError, OSError):
             _log.info("the step server ends with its connection")
-        except (
-            Exception
-        ):  # a bug: the engine would wait for a worker that stays up without answering
+        except Exception:
+            # a bug: the engine would wait for a worker that stays up without answering
             _log.exception("the step server ends")
         self._give_up()
 
@@ -225,9 +224,8 @@ class StepServer:
                 self._busy[IMPORT] = IDLE
                 return backend.load(result.constraint, result.dumped)
         except GuidedError as error:
-            return from_wire(
-                to_wire(error)
-            )  # without its traceback, which would keep the memory
+            # without its traceback, which would keep the memory
+            return from_wire(to_wire(error))
 
     def _begin(self, activity: int, subject: int) -> None:
         self._since[activity] = time.monotonic()

@@ -105,9 +105,8 @@ class Watch:
     def _counted(self, heart: int, passed: float) -> float:
         """Return how many of the seconds since the last look count: not those of
         waiting for a CPU."""
-        passed = min(
-            passed, 2 * TICK_SECONDS
-        )  # if it is more, this process was late itself
+        # if it is more, this process was late itself
+        passed = min(passed, 2 * TICK_SECONDS)
         if self._process is None:
             return passed
         before = self._waited
@@ -128,9 +127,8 @@ class Watch:
             and self._state not in ("T", "t", "D", "")
         ):
             hidden = self.silent
-            works = works[
-                :1
-            ]  # the one that began last: while it held the lock, no other one began
+            # the one that began last: while it held the lock, no other one began
+            works = works[:1]
         for work in works:
             limit = self._limits[work.phase]
             if hidden:

@@ -164,9 +164,8 @@ def judge(backends: Backends, question: Mapping[str, Any]) -> dict[str, Any]:
     refused: dict[str, list[str]] = {}
     with suppress(InvalidConstraint):
         found = requested_calls(body, _SERVER, RequestedConstraint(), refused)  # type: ignore[arg-type]
-        calls = (
-            found[0] if isinstance(found, tuple) else found
-        )  # older versions returned a tuple
+        # older versions returned a tuple
+        calls = found[0] if isinstance(found, tuple) else found
         assert calls is not None
         document = {
             "type": "structural_tag",

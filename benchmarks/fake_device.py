@@ -68,10 +68,8 @@ def use(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(InterpreterBuilder, "create_masked_store", store_masked)
 
 
-if __name__ in (
-    "__main__",
-    "__mp_main__",
-):  # also in vLLM's processes, which import this module anew
+# also in vLLM's processes, which import this module anew
+if __name__ in ("__main__", "__mp_main__"):
     os.environ.update(ENVIRONMENT)
     use()
 if __name__ == "__main__":

@@ -33,9 +33,8 @@ def _raise() -> None:
 
 
 def _hold() -> None:
-    ctypes.PyDLL(None).usleep(
-        int(SLOW_SECONDS * 1e6)
-    )  # PyDLL keeps the interpreter lock during the call
+    # PyDLL keeps the interpreter lock during the call
+    ctypes.PyDLL(None).usleep(int(SLOW_SECONDS * 1e6))
 
 
 def _endless() -> None:

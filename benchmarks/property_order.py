@@ -68,9 +68,8 @@ class _Order:
 
 def _of_item(part: dict[str, Any], index: int) -> Any:
     items = part.get("items")
-    prefix = (
-        items if isinstance(items, list) else part.get("prefixItems", ())
-    )  # a list before draft 2020-12
+    # a list before draft 2020-12
+    prefix = items if isinstance(items, list) else part.get("prefixItems", ())
     return prefix[index] if index < len(prefix) else items
 
 

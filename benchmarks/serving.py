@@ -149,9 +149,8 @@ def measure(
                 bar.set_description(
                     f"{way}, {concurrency} at once, {'guided' if guided else 'unguided'}"
                 )
-                mine = (
-                    found if index >= 0 else Load()
-                )  # the first round compiles and warms up
+                # the first round compiles and warms up
+                mine = found if index >= 0 else Load()
                 count = 2 * concurrency if index >= 0 else max(SCHEMAS, concurrency)
                 asyncio.run(
                     load(

@@ -126,9 +126,8 @@ def figures(without: Samples, with_: Samples) -> dict[str, Any]:
         100 * sum(with_.again) / (len(with_.latency) + len(with_.slow_latency)), 2
     )
     row["refused"] = without.refused + with_.refused
-    row["abandoned"] = len(
-        row["refused"]
-    )  # documents with a next token that a mask forbade: normally none
+    # documents with a next token that a mask forbade: normally none
+    row["abandoned"] = len(row["refused"])
     row["tokens"] = {
         "without": len(without.latency),
         "with": len(with_.latency),

@@ -332,10 +332,8 @@ def main() -> None:
     }
     names |= {"vLLM, GUIDED_VLLM=1": ("guidance", True)}
     throughput = []
-    for name, (
-        backend,
-        switch,
-    ) in names.items():  # one at a time: an idle engine spins beside the measured one
+    # one at a time: an idle engine spins beside the measured one
+    for name, (backend, switch) in names.items():
         with run(backend, switch=switch, faults=False)() as server:
             throughput += serving.measure({name: server}, options)
     ways: dict[str, Start] = {

@@ -101,8 +101,7 @@ def read_arguments(given: Mapping[str, Any]) -> tuple[dict[str, float], ServeOpt
         raise ValueError(
             f"device is {device!r}, and num_gpus is 0: a replica sees only the GPUs that it reserves"
         )
-    if (
-        resources["num_gpus"] and device == "auto"
-    ):  # without a GPU the replica fails, and does not use the CPU instead
+    # without a GPU the replica fails, and does not use the CPU instead
+    if resources["num_gpus"] and device == "auto":
         options = replace(options, load=replace(options.load, device="cuda"))
     return resources, options

@@ -88,9 +88,8 @@ class Admission:
                     f"{why}: lower best_of or max_tokens", param="best_of"
                 )
         streams = stream and params.width == params.n and not params.use_beam_search
-        seed = sequence_seed(
-            self._config.seed, request_id, params.seed, params.width
-        )  # beside those of the sequences
+        # beside those of the sequences
+        seed = sequence_seed(self._config.seed, request_id, params.seed, params.width)
         group = SequenceGroup(
             request_id,
             sequences,

@@ -86,9 +86,8 @@ class BaseLLM:
                 parameter.numel() for parameter in self.model.body.parameters()
             )
             if self.model.device.type == "cpu" and num_parameters < 50_000_000:
-                torch.set_num_threads(
-                    1
-                )  # for small models, a second thread costs more than it gains
+                # for small models, a second thread costs more than it gains
+                torch.set_num_threads(1)
             if pool is None or isinstance(pool, str):
                 pin = partial(
                     pin_masks, lines=2 * config.max_num_seqs, device=self.model.device

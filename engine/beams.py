@@ -46,9 +46,8 @@ class BeamSearch:
         self._params = group.sampling_params
         self._width = group.sampling_params.width
         self._max_tokens = group.max_length - len(group.prompt_token_ids)
-        self._logprobs = [0.0] + [-math.inf] * (
-            self._width - 1
-        )  # all beams begin with the same tokens
+        # all beams begin with the same tokens
+        self._logprobs = [0.0] + [-math.inf] * (self._width - 1)
 
     def advance(self, logprobs: Tensor, outputs: list[list[int]]) -> list[Beam] | None:
         """Choose the next beams from the outputs of the beams and the log-probabilities

@@ -75,9 +75,8 @@ class TokenTexts:
         """Return the tokens that begin with `ending` and do not continue the last word
         of `ending`."""
         begin = bisect_left(self._ordered, (ending,))
-        end = bisect_left(
-            self._ordered, (ending + b"\xff\xff",)
-        )  # no text contains two such bytes
+        # no text contains two such bytes
+        end = bisect_left(self._ordered, (ending + b"\xff\xff",))
         tokens = self._ordered[begin:end]
         return [
             token for text, token in tokens if not _GOES_ON.match(text, len(ending) - 1)
@@ -164,9 +163,8 @@ class Detokenizer:
                 if place and self._special.issuperset(token_ids[place - 1 : place + 1]):
                     pieces[place - self._done] = b" " + pieces[place - self._done]
             for place, piece in enumerate(pieces, self._done):
-                if not self._decoder.getstate()[
-                    0
-                ]:  # an output cannot end within a character
+                # an output cannot end within a character
+                if not self._decoder.getstate()[0]:
                     self._is_free = (
                         self.free_places is None or place in self.free_places
                     )

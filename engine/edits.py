@@ -71,9 +71,8 @@ class Edits:
         these sequences."""
         rows = set(late)
         for row in late:
-            if not batch.sequences[
-                row
-            ].is_finished():  # a failed row may have ended its group
+            # a failed row may have ended its group
+            if not batch.sequences[row].is_finished():
                 batch.sequences[row].status = SequenceStatus.LATE
         sampled = {
             batch.sequences[row]
@@ -155,15 +154,13 @@ class Edits:
         step that computes the one before it."""
         sequence = batch.sequences[row]
         sequence.rollback(count)
-        if (
-            sequence.computed == sequence.length and not again
-        ):  # only the sampled token was removed
+        # only the sampled token was removed
+        if sequence.computed == sequence.length and not again:
             self._keep(batch, [row])
         else:
             sequence.computed = sequence.length - 1
-            if (
-                self._scheduler.layout is not None
-            ):  # states of recurrent layers do not go back
+            # states of recurrent layers do not go back
+            if self._scheduler.layout is not None:
                 sequence.computed = 0
             self._scheduler.blocks.rollback(sequence.seq_id, sequence.computed)
         self._processor.rollback(sequence.seq_id, sequence.num_output_tokens)

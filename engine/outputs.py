@@ -93,9 +93,8 @@ class CompletionOutput:
         else:
             held_back = sequence.held_back
         count = max(0, sequence.num_output_tokens - held_back)
-        if (
-            wants_logprobs
-        ):  # the log-probabilities of forced tokens come with the next step
+        # the log-probabilities of forced tokens come with the next step
+        if wants_logprobs:
             count = min(count, len(record.logprobs))
         if params.mask_details and not finished:
             count = min(count, record.num_scored(len(output)))

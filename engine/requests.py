@@ -113,9 +113,8 @@ class Requests:
                     sequence.view.final = 0
         group.compiled_time = time.monotonic()
         group.set_status(SequenceStatus.WAITING)
-        if (
-            not group.sampling_params.complete
-        ):  # with it, the first mask tells whether `max_tokens` suffices
+        # with it, the first mask tells whether `max_tokens` suffices
+        if not group.sampling_params.complete:
             self.changed[group] = None
 
     def fail(self, group: SequenceGroup, error: GuidedError) -> None:

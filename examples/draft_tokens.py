@@ -45,9 +45,8 @@ def generate(
     for steps in range(1, max_tokens + 1):
         drafts = propose(matcher, prompt + output)
         for count in range(1, len(drafts) + 1):  # row i comes after i drafts
-            processor.rollback(
-                count, committed[count]
-            )  # its last drafts may have been rejected
+            # its last drafts may have been rejected
+            processor.rollback(count, committed[count])
             rows[count].output_token_ids = output + drafts[:count]
             committed[count] = len(output)
         processor.prepare(rows[: len(drafts) + 1])

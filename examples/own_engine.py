@@ -84,9 +84,8 @@ def decode(
                 running.append(index)
             except GuidedError as error:
                 end(index, error)
-        for index in (
-            processor.decided(late) if running else list(late)
-        ):  # late rows with a mask by now
+        # late rows with a mask by now
+        for index in processor.decided(late) if running else list(late):
             late.remove(index)
             running.append(index)
         if not running:

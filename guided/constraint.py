@@ -350,9 +350,8 @@ class Constraint:
         return _texts(self.kind, self.source)
 
 
-_loaded = lru_cache(maxsize=8)(
-    json.loads
-)  # a compilation asks several times for each of the following
+# a compilation asks several times for each of the following
+_loaded = lru_cache(maxsize=8)(json.loads)
 
 
 @lru_cache(maxsize=2)
@@ -384,9 +383,8 @@ def _texts(kind: ConstraintKind, source: str) -> regexes.Node | None:
 def _below(notes: tuple[str, ...], pointer: str) -> tuple[str, ...]:
     """Return the notes on what is below `pointer`, as JSON pointers from there."""
     rests = [note[len(pointer) :] for note in notes if note.startswith(pointer)]
-    return tuple(
-        rest for rest in rests if not rest or rest[0] in "/ "
-    )  # a remark follows a blank
+    # a remark follows a blank
+    return tuple(rest for rest in rests if not rest or rest[0] in "/ ")
 
 
 def _json(value: Any) -> str:

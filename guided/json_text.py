@@ -66,9 +66,8 @@ def loads(
         raise JsonError(
             f"not UTF-8: {bounded(error.reason)} at byte {error.start}"
         ) from None
-    if len(data) > min(
-        max_values, max_nesting, max_members, MAX_NUMBER_LENGTH
-    ):  # a shorter text is within all limits
+    # a shorter text is within all limits
+    if len(data) > min(max_values, max_nesting, max_members, MAX_NUMBER_LENGTH):
         _check_size(data, max_values, max_nesting, max_members)
     try:
         return json.loads(
@@ -86,9 +85,8 @@ def _check_size(
     """Raise `JsonTooLarge` if `data` exceeds a limit. The check is exact up to the
     first character that is not JSON."""
     too_many = JsonTooLarge(f"there are more than {max_values} values")
-    if (
-        data.count(b'"') - data.count(b'\\"') > 4 * max_values
-    ):  # a value is at most two strings: itself and its key
+    # a value is at most two strings: itself and its key
+    if data.count(b'"') - data.count(b'\\"') > 4 * max_values:
         raise too_many
     outside = _STRING.sub(b"", data)
     brackets = outside.count(b"[") + outside.count(b"{")

@@ -262,9 +262,8 @@ class Vocabulary:
             tokenizer = Tokenizer.from_str(self.tokenizer_json)
             return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         if self.split_pattern:
-            from tiktoken import (
-                Encoding,
-            )  # an optional dependency, for tekken.json only
+            # an optional dependency, for tekken.json only
+            from tiktoken import Encoding
 
             ranks = dict(self._by_bytes)  # a token's id is its rank
             pairs = Encoding(

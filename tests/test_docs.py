@@ -75,9 +75,8 @@ def snippets() -> list[Snippet]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with serving(
-        "--pool", "inline", "--compile-seconds", "60"
-    ) as process:  # a busy machine imports xgrammar slowly
+    # a busy machine imports xgrammar slowly
+    with serving("--pool", "inline", "--compile-seconds", "60") as process:
         yield process.url
 
 

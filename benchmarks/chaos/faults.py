@@ -166,9 +166,8 @@ def _requests(entry: dict[str, Any]) -> Iterator[Request]:
             fields, able = [payload], [AUTO]
         case "stream":
             fields = [_stream_fields(kind, each) for each in payload[:STREAM]]
-        case (
-            "model-output"
-        ):  # the payload is the model's output: a choice with one option forces it
+        # the payload is the model's output: a choice with one option forces it
+        case "model-output":
             fields = [{"choice": [payload]}]
         case _:
             fields = [{kind: payload}]

@@ -366,9 +366,8 @@ class _Generator:
         keyword = self._source.choice(
             ["allOf", "allOf", "anyOf", "anyOf", "oneOf", "not", "if", "unevaluated"]
         )
-        if (
-            keyword == "if" and self._draft < 7
-        ):  # `guided` applies it there too, and a validator does not
+        # `guided` applies it there too, and a validator does not
+        if keyword == "if" and self._draft < 7:
             keyword = "allOf"
         match keyword:
             case "not":

@@ -258,9 +258,8 @@ def paged_attention(
         layer, tensors.packed[2], key[0].transpose(0, 1), value[0].transpose(0, 1)
     )
     if not cache.gathers:
-        from engine.model.paged_kernel import (
-            attend,
-        )  # not every installation has Triton
+        # not every installation has Triton
+        from engine.model.paged_kernel import attend
 
         attended = attend(
             query[0].transpose(0, 1), cache.keys[layer], cache.values[layer], s_aux, tensors.packed[1], tensors.starts,

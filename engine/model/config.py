@@ -75,9 +75,8 @@ def refusal(name: str, why: str) -> UnsupportedModelError:
 def _find_on_hub(model: str, revision: str | None) -> Any:
     try:
         if try_to_load_from_cache(model, "config.json", revision=revision) is None:
-            HfApi().model_info(
-                model, revision=revision, timeout=10
-            )  # transformers would try for a minute
+            # transformers would try for a minute
+            HfApi().model_info(model, revision=revision, timeout=10)
     except Exception as error:  # the type depends on the HTTP library
         raise OSError(
             f"there is no local directory or GGUF file {model!r}, and no such model from the hub: {_line(error)}"

@@ -56,9 +56,8 @@ class GraphCalls:
             except BaseException:
                 # The end of a failed capture raises before torch restores the stream.
                 torch.cuda.set_stream(before)
-                with suppress(
-                    RuntimeError
-                ):  # torch before 2.12 leaves the allocator in the pool
+                # torch before 2.12 leaves the allocator in the pool
+                with suppress(RuntimeError):
                     torch._C._cuda_endAllocateToPool(
                         torch.cuda.current_device(), self._pool
                     )

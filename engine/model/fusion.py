@@ -34,9 +34,8 @@ def fuse(body: Any) -> None:
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(body.config.model_type)
     if apply is None:
         raise LookupError(f"Liger has none for {body.config.model_type}")
-    logging.getLogger("liger_kernel").setLevel(
-        logging.ERROR
-    )  # it warns of backends that are not installed
+    # it warns of backends that are not installed
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     scopes = {
         id(scope): scope
         for scope in (type(part).forward.__globals__ for part in body.modules())
@@ -58,9 +57,8 @@ def fuse(body: Any) -> None:
         scope = after[id(forward.__globals__)]
         if "forward" in vars(part):
             if part.forward.__func__ is LigerExperts.forward:
-                del (
-                    part.forward
-                )  # it waits for the device, so that no graph can hold it
+                # it waits for the device, so that no graph can hold it
+                del part.forward
         elif any(
             scope.get(name) is not forward.__globals__.get(name)
             for name in forward.__code__.co_names

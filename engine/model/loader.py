@@ -134,9 +134,8 @@ def check_model(
         shell = model_factory(config).from_config(
             copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=ATTENTION
         )
-        with contextlib.suppress(
-            NotImplementedError, RuntimeError
-        ):  # some operations need numbers
+        # some operations need numbers
+        with contextlib.suppress(NotImplementedError, RuntimeError):
             Probe(shell, _body(shell)).record()
     return config
 

@@ -100,9 +100,8 @@ def _attend(
         )
         scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
         if SOFTCAP is not None:
-            scores = SOFTCAP - 2 * SOFTCAP / (
-                tl.exp(scores * 2 / SOFTCAP) + 1
-            )  # a tanh
+            # a tanh
+            scores = SOFTCAP - 2 * SOFTCAP / (tl.exp(scores * 2 / SOFTCAP) + 1)
         is_attended = (key <= position[:, None]) & (key >= since[:, None]) & is_key
         scores = tl.where(is_attended, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))

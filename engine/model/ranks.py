@@ -179,9 +179,8 @@ def serve(
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionResetError):
         rank, port, name, options, max_model_len, device_type = connection.recv()
-        os.environ["LOCAL_RANK"] = str(
-            rank
-        )  # transformers takes the GPU of this number
+        # transformers takes the GPU of this number
+        os.environ["LOCAL_RANK"] = str(rank)
         connection.send(None)
         size = options.tensor_parallel_size
         join(open_store(port, size), rank, size, device_type)
@@ -216,17 +215,15 @@ def join(store: Any, rank: int, size: int, device_type: str) -> None:
         backend = "nccl"
     else:
         backend = "gloo"
-    timeout = timedelta(
-        minutes=10
-    )  # loading takes minutes. A rank that has ended is noticed at once.
+    # loading takes minutes. A rank that has ended is noticed at once.
+    timeout = timedelta(minutes=10)
     distributed.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timeout
     )
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    with contextlib.suppress(
-        subprocess.TimeoutExpired
-    ):  # its sockets are closed a little before it has ended
+    # its sockets are closed a little before it has ended
+    with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(1.0)
     return None

@@ -316,9 +316,8 @@ class ModelRunner:
         hidden = self._execute(
             [PagedContext(packed, prefills, tables, state_slots=[0])]
         )
-        self.compute_logits(self.select(hidden, [0] * rows)).softmax(-1).sort(
-            -1
-        )  # as for top_p
+        # as for top_p
+        self.compute_logits(self.select(hidden, [0] * rows)).softmax(-1).sort(-1)
         del hidden
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before

@@ -151,8 +151,7 @@ def _path(location: Sequence[str | int]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif (
-            part not in _TAGS and "[" not in part
-        ):  # pydantic inserts the type that it has tried
+        elif part not in _TAGS and "[" not in part:
+            # pydantic inserts the type that it has tried
             path += f".{part}"
     return path.removeprefix(".")

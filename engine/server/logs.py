@@ -24,11 +24,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in (
-            "request_id",
-            "x_request_id",
-            "code",
-        ):  # set by `extra` in records about a request
+        # set by `extra` in records about a request
+        for name in ("request_id", "x_request_id", "code"):
             if (value := getattr(record, name, None)) is not None:
                 fields[name] = value
         if record.exc_info:

@@ -140,9 +140,8 @@ class Metrics(Collector):
         self.connection_ends = counter(
             "connections_ended", "Connections that the server ended.", ["reason"]
         )
-        for code in errors_by_code(
-            InternalError
-        ):  # Prometheus sees no increase when a counter first appears
+        # Prometheus sees no increase when a counter first appears
+        for code in errors_by_code(InternalError):
             self._failures.labels(code, "server")
         self.registry.register(self)
 

@@ -59,10 +59,8 @@ class RequestChecks:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 answered = MutableHeaders(scope=message)
-                for name in (
-                    "x-request-id",
-                    "request-id",
-                ):  # the names that OpenAI's and Anthropic's clients read
+                # the names that OpenAI's and Anthropic's clients read
+                for name in ("x-request-id", "request-id"):
                     answered.setdefault(name, request_id)
             await send(message)
 

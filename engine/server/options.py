@@ -141,10 +141,8 @@ def take_api_key(options: ServeOptions) -> ServeOptions:
 def check_names(options: ServeOptions) -> None:
     """Raise ValueError if a logits processor or the post-processor cannot be loaded,
     before the model is loaded."""
-    from engine.logits_processors.loading import (
-        import_named,
-        load_classes,
-    )  # slow: torch
+    # slow: torch
+    from engine.logits_processors.loading import import_named, load_classes
 
     load_classes(options.engine)
     if options.post_processor is not None:

@@ -181,9 +181,8 @@ def uvicorn_config(
 def drop_stalled_connections(listener: socket.socket, seconds: float = 60.0) -> None:
     """Let the kernel drop connections to clients that read nothing for `seconds`.
     Connections inherit the setting."""
-    if hasattr(
-        socket, "TCP_USER_TIMEOUT"
-    ):  # Linux only; it covers closed TCP windows too
+    # Linux only; it covers closed TCP windows too
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds)
         )
@@ -222,9 +221,8 @@ class _Server(uvicorn.Server):
             and time.monotonic() < deadline
         ):
             await asyncio.sleep(0.05)
-        await asyncio.to_thread(
-            self._context.llm.shutdown
-        )  # remaining streams end with an error event
+        # remaining streams end with an error event
+        await asyncio.to_thread(self._context.llm.shutdown)
         await super().shutdown(sockets)
 
 
@@ -236,9 +234,8 @@ def _exit_in(seconds: float) -> None:
     This works even if threads hang or keep the GIL. The pool's cleanup process ends the
     processes that are left.
     """
-    faulthandler.dump_traceback_later(
-        seconds, exit=True, file=os.dup(2)
-    )  # see `cli.main`
+    # see `cli.main`
+    faulthandler.dump_traceback_later(seconds, exit=True, file=os.dup(2))
 
 
 def _say(options: ServeOptions, text: str) -> None:

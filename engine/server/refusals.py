@@ -51,9 +51,8 @@ def refuse(
     if names := scope.get("state", {}).get("field_names"):
         names.respell(error)
     metrics.failed(error.code, error.status)
-    if error.status < 500 and not isinstance(
-        error, CompileTimeout
-    ):  # other errors are logged where they happen
+    # other errors are logged where they happen
+    if error.status < 500 and not isinstance(error, CompileTimeout):
         _log(scope, error)
     body_of = next(
         (make for begin, make in _BODIES.items() if scope["path"].startswith(begin)),
@@ -108,9 +107,8 @@ def _log(scope: Scope, error: GuidedError) -> None:
 
 def _hint(request: Request) -> str:
     """Return what to do about an unknown path."""
-    path = request.scope[
-        "path"
-    ]  # request.url would contain the header Host, which may be anything
+    # request.url would contain the header Host, which may be anything
+    path = request.scope["path"]
     if path.startswith(f"/v1{MESSAGES_PATH}"):
         return f"there is no {bounded(path, 100)!r}: the base URL of Anthropic's clients ends without /v1"
     prefixed = {**request.scope, "path": f"/v1{path}"}

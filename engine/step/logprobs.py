@@ -84,9 +84,8 @@ def ranked_logprobs(
     for count, token, value, rank, ids, values in zip(counts, *columns, strict=True):
         entries = [(token, value, rank)]
         for place in range(min(count, len(ids))):
-            if (
-                ids[place] != token and values[place] > -math.inf
-            ):  # the mask may leave fewer
+            # the mask may leave fewer
+            if ids[place] != token and values[place] > -math.inf:
                 entries.append((ids[place], values[place], place + 1))
         ranked.append(TokenLogprobs(entries))
     return ranked

@@ -162,9 +162,8 @@ class Scheduler:
     @property
     def late(self) -> list[Sequence]:
         """Sequences with a late mask."""
-        status = (
-            SequenceStatus.LATE
-        )  # outside of the loop: an enum's members are looked up slowly
+        # outside of the loop: an enum's members are looked up slowly
+        status = SequenceStatus.LATE
         return [sequence for sequence in self.running if sequence.status is status]
 
     def add(self, group: SequenceGroup) -> None:

@@ -188,9 +188,8 @@ def conversation(v: Values) -> Example:
             answer = json.dumps(
                 told.all if rng.random() < 0.5 else told.asked, ensure_ascii=False
             )
-            now = (
-                [request_of(v)] if rng.random() < 0.4 else []
-            )  # a client has forced a call
+            # a client has forced a call
+            now = [request_of(v)] if rng.random() < 0.4 else []
             is_trained = False
         elif kind != "talk":
             now = [request_of(v) for _ in range(1 + (kind == "two calls"))]
@@ -216,11 +215,12 @@ def conversation(v: Values) -> Example:
     system = rng.choice((None, rng.choice(DATA["agents"]), rng.choice(DATA["agents"])))
     names = {request.name for request in requests}
     tools = offered(v, requests, 1, 6)
+    # small talk has sums
     tools = [
         t
         for t in tools
         if t["function"]["name"] in names or family(t)[0] != "calculate"
-    ]  # small talk has sums
+    ]
     how = rng.random()
     if how < 0.1:
         tools = []

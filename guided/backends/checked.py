@@ -68,9 +68,8 @@ class CheckedBackend(Backend):
         from guided.backends.schema_lowering import TIERS
 
         if "grammar" in _kinds(constraint) and constraint.kind == "structural_tag":
-            constraint = replace(
-                constraint, strict=True
-            )  # where such a content ends is not known here
+            # where such a content ends is not known here
+            constraint = replace(constraint, strict=True)
         refusal: UnsupportedConstraint | None = None
         for tier in TIERS:
             constraint = replace(constraint, leave_out=(*constraint.leave_out, *tier))
@@ -133,9 +132,9 @@ def _reader(
 ) -> ContentReader:
     """Return the reader that validates the contents with a pointer in `checked`."""
     from guided.backends.content_reader import ContentReader
-    from guided.schema.beginnings import (
-        Beginnings,
-    )  # imported for the first grammar that is checked
+
+    # imported for the first grammar that is checked
+    from guided.schema.beginnings import Beginnings
 
     if constraint.kind == "structural_tag":
         node = constraint.tag

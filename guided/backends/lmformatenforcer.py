@@ -156,9 +156,8 @@ class _Json(CharacterLevelParser):  # type: ignore[misc]
         if self.quoted and symbol == " ":
             symbol = _SPACE
         inner = self.inner
-        if (
-            symbol not in _REST or symbol in inner.get_allowed_characters()
-        ):  # free strings do not read these bytes
+        # free strings do not read these bytes
+        if symbol not in _REST or symbol in inner.get_allowed_characters():
             inner = inner.add_character(symbol)
         begun = ""
         if "\x80" <= symbol < _SPACE and not _is_utf8(self.begun + symbol):

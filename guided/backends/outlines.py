@@ -104,9 +104,8 @@ class _OutlinesLowering(FewKeywords):
 
     def finite(self, schema: JsonObject, keyword: str, values: list[Any]) -> JsonObject:
         for value in numbers_in(values):
-            if (
-                isinstance(value, int) and abs(value) >= _LARGE
-            ):  # the library writes 10**30 as 1e+30: another number
+            # the library writes 10**30 as 1e+30: another number
+            if isinstance(value, int) and abs(value) >= _LARGE:
                 refusal = self.refusal(
                     schema,
                     keyword,
@@ -143,9 +142,8 @@ class _OutlinesLowering(FewKeywords):
         return super().array(schema)
 
     def name(self, text: str) -> str:
-        return json.dumps(text, ensure_ascii=False)[
-            1:-1
-        ]  # outlines does not escape names
+        # outlines does not escape names
+        return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 @dataclass(eq=False)

@@ -218,9 +218,8 @@ class SchemaLowering(ABC):
         none, or inexact bounds."""
         numbers = numbers_of(schema, kind)
         if "multipleOf" in schema:
-            most = (
-                10**SIGNIFICANT_DIGITS - 1
-            )  # or there may be no digit after which a number can end
+            # or there may be no digit after which a number can end
+            most = 10**SIGNIFICANT_DIGITS - 1
             fewer = numbers._replace(
                 low=max(numbers.low, -most), high=min(numbers.high, most)
             )

@@ -161,17 +161,15 @@ def _constraint_of_term(
 def _regex(term: Any, param: str) -> str:
     """Return the regex of a term that is neither a schema nor a grammar."""
     dsl: Any = import_module(_TERMS)
-    if any(
-        isinstance(part, dsl.JsonSchema) for part in _parts(term)
-    ):  # outlines' own regex ignores some keywords
+    # outlines' own regex ignores some keywords
+    if any(isinstance(part, dsl.JsonSchema) for part in _parts(term)):
         raise InvalidConstraint(
             "a JsonSchema within another term is not supported: use it alone",
             param=param,
         )
     try:
-        if isinstance(
-            term, dsl.Regex
-        ):  # it needs no parentheses as a whole, and may begin with flags
+        # it needs no parentheses as a whole, and may begin with flags
+        if isinstance(term, dsl.Regex):
             pattern: str = term.pattern
         else:
             pattern = dsl.to_regex(term)

@@ -37,9 +37,9 @@ _FLOOR = -1e4
 only if nothing else is left. As a beam, it ranks before `generate()`'s empty beams
 (-1e9)."""
 
-_ids = count(
-    1 << 40
-)  # shared by all processors: they may use one pool, together with an engine that counts from 0
+# shared by all processors: they may use one pool, together with an engine that counts
+# from 0
+_ids = count(1 << 40)
 
 
 class _RowSequence(GuidedSequence):
@@ -162,9 +162,8 @@ class GuidedLogitsProcessor:
             message = f"the model has {scores.shape[1]} logits and the vocabulary {self._width}"
             message += f": make the vocabulary with padded_vocab_size={scores.shape[1]}"
             raise InvalidRequest(message, param="vocabulary")
-        ids: NDArray[np.int64] = input_ids.numpy(
-            force=True
-        ).copy()  # `generate()` may write into its tensor
+        # `generate()` may write into its tensor
+        ids: NDArray[np.int64] = input_ids.numpy(force=True).copy()
         if not self._continue(ids):
             self._begin(ids)
         self._ids = ids

@@ -136,9 +136,8 @@ class Completions:
         """Return a copy for one grammar, with its special tokens and literals. The copy
         shares the other tables."""
         shared = copy(self)
-        shared._row = np.empty_like(
-            self._row
-        )  # a worker's two threads fill rows of different grammars at once
+        # a worker's two threads fill rows of different grammars at once
+        shared._row = np.empty_like(self._row)
         shared._literals = grammar.literals
         special = grammar.special_token_ids
         names = {
@@ -209,9 +208,8 @@ class Completions:
         bits = np.unpackbits(row.view(np.uint8), bitorder="little")
         ids = self._by_length[bits[self._by_length] != 0]
         first = np.full(256, -1)
-        first[self._first_bytes[ids[::-1]]] = ids[
-            ::-1
-        ]  # the last assignment, of the shortest token, counts
+        # the last assignment, of the shortest token, counts
+        first[self._first_bytes[ids[::-1]]] = ids[::-1]
         return [*ids[:_TRIED].tolist(), *first[first >= 0].tolist()]
 
     def beginning_with(self, tokens: TokenIds) -> Bitmask:
@@ -494,12 +492,10 @@ class BudgetedSequence:
         unrestricted = np.zeros_like(row)
         steps = Steps(_SEARCH)
         if completions.is_free(row):
-            steps = Steps(
-                _SEARCH // 4
-            )  # most tokens need no search, and masks of free text take longest
-            samples = (
-                completions.samples
-            )  # they do not fit if the known completion continues the text
+            # most tokens need no search, and masks of free text take longest
+            steps = Steps(_SEARCH // 4)
+            # they do not fit if the known completion continues the text
+            samples = completions.samples
             if all(
                 fits for _, fits in self._tried(trial, samples, known, left, Steps(0))
             ):
@@ -517,12 +513,10 @@ class BudgetedSequence:
         fitting = completions.mask([token for token, fits in tried.items() if fits])
         if near:
             kept = row & (unrestricted | fitting)
-            if not (
-                kept.any() or matcher.is_accepting()
-            ):  # no completion fits: end as soon as possible
-                kept = completions.mask(
-                    known.tokens[:1]
-                )  # even if an output rule forbids it
+            # no completion fits: end as soon as possible
+            if not (kept.any() or matcher.is_accepting()):
+                # even if an output rule forbids it
+                kept = completions.mask(known.tokens[:1])
         else:
             unfit = [token for token, fits in tried.items() if fits is False]
             kept = row & (~completions.beginning_with(unfit) | fitting)
@@ -601,8 +595,6 @@ def _rests(known: bytes, new: bytes) -> Iterator[bytes]:
     # superfluous.
     for skipped in range(min(6, len(known)) + 1):
         yield known[skipped:]
-    for joint in (
-        b",",
-        b'",',
-    ):  # texts that may be missing between a new token and the known completion
+    # texts that may be missing between a new token and the known completion
+    for joint in (b",", b'",'):
         yield joint + known

@@ -271,10 +271,8 @@ class Follower:
                     key = _name(key)
                 path.append(key)
             document = json.loads(text + closing)
-        except (
-            ValueError,
-            RecursionError,
-        ):  # too deep, or no JSON, such as `7.e-9`: the final check refuses it
+        except (ValueError, RecursionError):
+            # too deep, or no JSON, such as `7.e-9`: the final check refuses it
             return None
         if place != "value":
             error = self._beginnings.error(document, path, place)

@@ -38,13 +38,10 @@ def available_cpus(root: Path = _ROOT) -> int:
         group = next(
             (line[len("0::/") :] for line in lines if line.startswith("0::/")), ""
         )
-    for directory in (
-        (mount / group),
-        *(mount / group).parents,
-    ):  # in a container, its own group is usually the mount
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # no such file, or the quota is "max"
+    # in a container, its own group is usually the mount
+    for directory in ((mount / group), *(mount / group).parents):
+        # no such file, or the quota is "max"
+        with contextlib.suppress(OSError, ValueError):
             quota, period = (directory / "cpu.max").read_text().split()
             cpus = min(cpus, int(quota) / int(period))
     return max(1, math.ceil(cpus))
@@ -53,9 +50,8 @@ def available_cpus(root: Path = _ROOT) -> int:
 def held_bytes() -> int:
     """Return the number of bytes that all threads have allocated: with malloc, and for
     Python objects (an estimate)."""
-    allocated = (
-        64 * sys.getallocatedblocks()
-    )  # malloc allocates the objects over 512 bytes
+    # malloc allocates the objects over 512 bytes
+    allocated = 64 * sys.getallocatedblocks()
     with contextlib.suppress(AttributeError):  # another C library than glibc
         heap = psutil.heap_info()
         allocated += heap.heap_used + heap.mmap_used

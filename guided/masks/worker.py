@@ -85,9 +85,8 @@ class MaskWorker:
             permitted = permitted | self._vocabulary.mask(grammar.special_token_ids)
         form = SlotState
         if final is not None and grammar.checked:
-            from guided.masks.vetoes import (
-                VetoedSlot,
-            )  # needed only where something is checked
+            # needed only where something is checked
+            from guided.masks.vetoes import VetoedSlot
 
             form = VetoedSlot
         state = self._slots[slot] = form(
@@ -188,10 +187,8 @@ class MaskWorker:
         matcher = state.matcher
         assert matcher is not None
         deadline = time.thread_time() + _LOOK_AHEAD_SECONDS
-        with (
-            contextlib.suppress(GuidedError),
-            _native,
-        ):  # ignored: `fill` reports the error if the output gets there
+        # ignored: `fill` reports the error if the output gets there
+        with contextlib.suppress(GuidedError), _native:
             ahead = matcher.fork()
             for place in range(len(run)):
                 run[place] = token

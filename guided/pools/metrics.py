@@ -76,9 +76,8 @@ def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
     )
     crashes = Counter[str]()
     timeouts = Counter[str]()
-    ends: Counter[str] = Counter(
-        dict.fromkeys(get_args(EndCause), 0)
-    )  # Prometheus sees no increase in a new counter
+    # Prometheus sees no increase in a new counter
+    ends: Counter[str] = Counter(dict.fromkeys(get_args(EndCause), 0))
     for backend in backends:
         crashes[backend.name] += backend.crashes
         timeouts[backend.name] += backend.timeouts

@@ -211,9 +211,8 @@ class _Translator:
             before = EMPTY
         if whole or (end and self._ecma):
             after = EMPTY
-        elif (
-            end
-        ):  # outside of ECMA-262, `$` also matches before a line break at the end
+        elif end:
+            # outside of ECMA-262, `$` also matches before a line break at the end
             after = repeat(Chars(_LINE_FEED), 0, 1)
         return sequence(
             [before, self.sequence(items, self.flags, start=start, end=end), after]
@@ -229,21 +228,16 @@ class _Translator:
             )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # "possible nested set": the meaning stays that of `re`
+                # "possible nested set": the meaning stays that of `re`
+                warnings.simplefilter("ignore")
                 return _sre.parse(rewritten)
         except re.error as error:
             if rewritten == self._pattern:
                 raise self._invalid(f"is malformed: {error}") from None
-            raise self._invalid(
-                f"is malformed: {error.msg}"
-            ) from None  # without the position in `rewritten`
-        except (
-            OverflowError,
-            RecursionError,
-            ValueError,
-        ) as error:  # contradictory flags raise a ValueError
+            # without the position in `rewritten`
+            raise self._invalid(f"is malformed: {error.msg}") from None
+        except (OverflowError, RecursionError, ValueError) as error:
+            # contradictory flags raise a ValueError
             raise self._invalid(f"can't be read: {error}") from None
 
     def _rewritten(self, match: re.Match[str]) -> str:

@@ -130,9 +130,8 @@ def choice(options: Iterable[Node]) -> Node:
     """Return a choice of `options` as one node."""
     distinct = tuple(dict.fromkeys(options))
     some = tuple(option for option in distinct if option != EMPTY)
-    if len(some) < len(
-        distinct
-    ):  # an empty option becomes an optional item, because not every library reads `a|`
+    # an empty option becomes an optional item, because not every library reads `a|`
+    if len(some) < len(distinct):
         if some:
             return repeat(choice(some), 0, 1)
         return EMPTY

@@ -131,9 +131,8 @@ class CanonicalForm:
             empty.append(part)
             return {"not": {}}
 
-        text = to_string(
-            self._checked(document).to_json_schema()
-        )  # with Python's usual numbers once it is read
+        # with Python's usual numbers once it is read
+        text = to_string(self._checked(document).to_json_schema())
         if len(text) > _MAX_CHARACTERS + _MAX_GROWTH * len(json.dumps(document)):
             raise ConstraintTooLarge(
                 "the alternatives of the schema multiply: it has too many",
@@ -268,9 +267,8 @@ class CanonicalForm:
         says the same."""
         match keyword:
             case "$ref" if not value.startswith("#/"):
-                return {
-                    "$dynamicRef": value
-                }  # the library does not read the subschema, and has it as it was sent
+                # the library does not read the subschema, and has it as it was sent
+                return {"$dynamicRef": value}
             case "$ref":
                 return {keyword: f"#/$defs/{self._definition(value, origin, is_part)}"}
             case "anyOf" | "oneOf":

@@ -253,9 +253,8 @@ def _strings(schema: Schema, *, exact: bool = False) -> Node:
         ]
         if literals:
             return choice(literals)
-        if (
-            "format" in schema and "pattern" not in schema and not exact
-        ):  # our patterns match fewer strings
+        # our patterns match fewer strings
+        if "format" in schema and "pattern" not in schema and not exact:
             schema["pattern"] = FORMATS[schema.pop("format")]
         if schema.keys() == {"anyOf"}:
             return choice(_strings(part, exact=exact) for part in schema["anyOf"])

@@ -178,9 +178,8 @@ class _Writer:
             )
             mark = end.rstrip("\n")
             last = self._named(mark, place)
-            if (
-                mark != end
-            ):  # the text of a value ends at the mark, without the line break
+            # the text of a value ends at the mark, without the line break
+            if mark != end:
                 last.append(Text("\n"))
             values = self._values(schema, types, place, mark.partition(NAME)[0])
             options += [Series((Text(kind + after), value, *last)) for value in values]
@@ -351,9 +350,8 @@ class ArgumentReader:
                 if self._fits(option, path):
                     return option, end + len(close)
             end = text.find(close, end + 1)
-        if (
-            NAME in self._style.end and close not in text[start:]
-        ):  # the mask allows the end of another name
+        # the mask allows the end of another name
+        if NAME in self._style.end and close not in text[start:]:
             for mark in self._style.end_pattern.finditer(text, start):
                 return text[start : mark.start()], mark.end()
         return None, -1

@@ -211,9 +211,8 @@ def located(content: Content, param: str) -> Iterator[None]:
         raise
 
 
-_Literal = Annotated[
-    str, Meta(pattern=r"^[^\x00]*$")
-]  # no backend can take a NUL character
+# no backend can take a NUL character
+_Literal = Annotated[str, Meta(pattern=r"^[^\x00]*$")]
 _Trigger = Annotated[str, Meta(pattern=r"^[^\x00]+$")]
 _TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _AtLeastOne = Meta(min_length=1)
@@ -302,9 +301,8 @@ class _TokenTriggeredTagsForm(_Form, tag="token_triggered_tags"):
     tags: _Tags
     at_least_one: bool = False
     stop_after_first: bool = False
-    exclude_tokens: Annotated[
-        list[Any], Meta(max_length=0)
-    ] = []  # xgrammar's option is not supported
+    # xgrammar's option is not supported
+    exclude_tokens: Annotated[list[Any], Meta(max_length=0)] = []
 
 
 class _TagsWithSeparatorForm(_Form, tag="tags_with_separator"):

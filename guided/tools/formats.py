@@ -262,9 +262,8 @@ def tool_format(name: str | None) -> ToolFormat | None:
         style = "mimo_xml"
     end = call["end"]
     if style == "qwen_xml":
-        end = end.removeprefix(
-            "\n"
-        )  # xgrammar's elements have no line break at their end
+        # xgrammar's elements have no line break at their end
+        end = end.removeprefix("\n")
     trigger = listed.trigger or _parts(form, "triggered_tags")[0]["triggers"][0]
     complete = replace(listed, call=(begin, end), trigger=trigger, style=style)
     if section is None:

@@ -256,9 +256,8 @@ class OutputParser:
             start = self._position
             self._position = len(self._output)
             for mark in _SIGNIFICANT.finditer(self._output, start):
-                if (
-                    mark[0] == "\\" and not self._finished
-                ):  # the next character may be a quotation mark
+                # the next character may be a quotation mark
+                if mark[0] == "\\" and not self._finished:
                     self._position = mark.start()
                 elif mark[0] == '"':
                     in_string = not in_string

@@ -258,9 +258,8 @@ pool.shutdown()
 
 
 def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) -> None:
-    others = {
-        each.pid for each in psutil.Process().children()
-    }  # among them the fork server of the other tests' pool
+    # among them the fork server of the other tests' pool
+    others = {each.pid for each in psutil.Process().children()}
     pinned: list[tuple[int, ...]] = []
     pool = RayPool(
         BYTES, num_actors=1, slots=5, pin=lambda masks: pinned.append(masks.shape)

@@ -141,9 +141,8 @@ def test_a_cluster_of_two_nodes_is_joined_and_used(cluster: TwoNodes) -> None:
         "lower num_actors, actor_cpus or the amount in placement after seconds"
         in lines[3]
     )
-    assert lines[4].startswith(
-        "error the pool reserves 1 CPU for each of 2"
-    )  # guided doctor
+    # guided doctor
+    assert lines[4].startswith("error the pool reserves 1 CPU for each of 2")
     assert lines[5:] == ["1 of 2 actors are up"]
 
 

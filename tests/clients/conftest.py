@@ -21,10 +21,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 
 
 def pytest_configure() -> None:
+    # no other addresses
     os.environ |= {
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    }  # no other addresses
+    }
     os.environ |= {
         "CREWAI_DISABLE_TELEMETRY": "true",
         "HAYSTACK_TELEMETRY_ENABLED": "False",

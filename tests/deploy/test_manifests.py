@@ -75,9 +75,8 @@ def test_kuberay_accepts_the_manifest(plural: str, manifest: Any) -> None:
     assert SERVICE["spec"]["rayClusterConfig"] == CLUSTER["spec"]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pydantic.warnings.PydanticDeprecatedSince20"
-)  # Ray's own fields
+# Ray's own fields
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 @pytest.mark.parametrize(
     "config", [SERVE, load("serve.yaml")], ids=["rayservice", "serve.yaml"]
 )

@@ -133,9 +133,8 @@ def test_prefills_and_decodes_in_one_row(
     tables = torch.randperm(64, generator=generator)[: width * len(decodes)].view(
         len(decodes), width
     )
-    free = torch.randperm(
-        64, generator=generator
-    )  # prefills may overlap decodes' padding only: give them the rest
+    # prefills may overlap decodes' padding only: give them the rest
+    free = torch.randperm(64, generator=generator)
     rest = [
         block for block in free.tolist() if block not in set(tables.flatten().tolist())
     ]

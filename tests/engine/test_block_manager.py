@@ -40,9 +40,8 @@ def test_the_least_recently_used_block_is_evicted_first() -> None:
     it.free(2)
     assert it.allocate([3], 9, [*range(100, 108), 0]) == 8
     assert it.num_free == 3
-    it.allocate(
-        [4], 8, [7] * 8
-    )  # takes the block without content and the end of the first
+    # takes the block without content and the end of the first
+    it.allocate([4], 8, [7] * 8)
     assert it.allocate([5], 4, [*range(4)]) == 0
     it.free(3)
     it.free(4)

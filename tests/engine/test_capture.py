@@ -178,10 +178,8 @@ def test_sampling_mixes_no_devices() -> None:
     batch = Batch([], [new_sequence(SamplingParams(top_p=0.5, top_k=3), [1])], [], [])
     sampler = Sampler(CustomLogitsProcessors(VllmConfig(), META), {0})
     sampler.processors.begin(batch)
-    with (
-        Kernels() as kernels,
-        pytest.raises(NotImplementedError),
-    ):  # the tokens have no values
+    # the tokens have no values
+    with Kernels() as kernels, pytest.raises(NotImplementedError):
         sampler.sample(torch.empty(1, 3000, device=META), batch)
     assert kernels.count["searchsorted"] or kernels.count["searchsorted.Tensor"]
     assert set(kernels.mixed) == {"aten._to_copy.default"}

@@ -273,11 +273,8 @@ def test_graphs_see_padded_rows_and_growing_tables() -> None:
     graphs = DecodeGraphs(
         calls, forward, torch.tensor([0, 99, 0]), 3, [4, 2], torch.device("cpu")
     )
-    assert [len(view[0]) for view in seen] == [
-        4,
-        4,
-        2,
-    ]  # once for the outputs, then the largest first
+    # once for the outputs, then the largest first
+    assert [len(view[0]) for view in seen] == [4, 4, 2]
     assert (seen[0], blocks[0]) == ([[0] * 4, [99] * 4, [0] * 4], [[0] * 3] * 4)
     seen.clear()
     hidden, logits = graphs.run(

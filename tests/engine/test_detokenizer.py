@@ -50,10 +50,8 @@ def test_any_tokens_in_any_pieces_are_what_the_tokenizer_decodes(
 def test_special_tokens_are_left_out_or_spelled(
     texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    ids = [
-        *tiny_tokenizer.encode("<|user|>hello<|end|>"),
-        639,
-    ]  # which is beyond the tokenizer
+    # which is beyond the tokenizer
+    ids = [*tiny_tokenizer.encode("<|user|>hello<|end|>"), 639]
     without, with_them = (
         Detokenizer(texts, FREE),
         Detokenizer(texts, SamplingParams(skip_special_tokens=False)),

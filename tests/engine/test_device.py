@@ -127,9 +127,10 @@ def test_on_cuda_guided_outputs_are_those_of_the_cpu(
     found = LLM(on_gpu, config=config).generate(
         list(prompts), list(params), use_tqdm=False
     )
+    # graphs are not off
     assert not [
         record for record in caplog.records if record.name == "engine.model.runner"
-    ]  # graphs are not off
+    ]
     for one, same in zip(found, expected, strict=True):
         assert [each.text for each in one.outputs] == [
             each.text for each in same.outputs

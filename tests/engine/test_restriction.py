@@ -54,9 +54,8 @@ def test_a_word_of_several_tokens_is_not_written(
     for output in run(llm, **fields, bad_words=["Berg", "Oslo"]).outputs:
         assert output.finish_reason in ("stop", "length")
         assert not {"Berg", "Oslo"} & {*output.text.replace('"', " ").split()}
-    one = run(llm, **fields, bad_words=["Ber"]).outputs[
-        0
-    ]  # it only is a part of the word, if a token has the rest
+    # it only is a part of the word, if a token has the rest
+    one = run(llm, **fields, bad_words=["Ber"]).outputs[0]
     assert one.finish_reason == "stop"
 
 

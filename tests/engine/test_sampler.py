@@ -258,9 +258,8 @@ class Reads(TorchFunctionMode):
         self, called: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = called.__name__
-        random = (
-            name == "tolist" and args[0].dtype == torch.float64
-        )  # a sequence's next random numbers
+        # a sequence's next random numbers
+        random = name == "tolist" and args[0].dtype == torch.float64
         if (
             name
             in (

@@ -97,9 +97,8 @@ def test_what_freezes_every_actor_is_opened_twice(driven: DrivenPool) -> None:
     sound = driven.open("sound", number=4)
     driven.go_on(sound, 2)
     (culprit,) = driven.open("freeze@load")
-    driven.go_on(
-        [culprit], 2
-    )  # alone: what an actor is busy with when it freezes counts as the cause, too
+    # alone: what an actor is busy with when it freezes counts as the cause, too
+    driven.go_on([culprit], 2)
     driven.go_on(sound, 2)
     assert set(driven.errors) == {culprit}
     assert isinstance(driven.errors[culprit], WorkerDied)

@@ -80,9 +80,8 @@ def _compiler(
     with pytest.MonkeyPatch.context() as patch:
         for path in PATHS:
             patch.syspath_prepend(path)
-        patch.setitem(
-            BACKENDS, NAME, ADAPTER
-        )  # like the compile processes, this process knows the faulty backend
+        # like the compile processes, this process knows the faulty backend
+        patch.setitem(BACKENDS, NAME, ADAPTER)
         compiler = Compiler(BYTES, RayPoolOptions(compile_limits=limits, **options))
         until(
             lambda: (
@@ -158,9 +157,8 @@ def test_the_next_backend_is_tried_after_a_failure(
 
 
 def test_the_next_backend_is_tried_with_the_time_that_is_left() -> None:
-    with _compiler(
-        seconds=10.0
-    ) as compiler:  # one second of it is left: enough on a busy machine
+    # one second of it is left: enough on a busy machine
+    with _compiler(seconds=10.0) as compiler:
         assert (
             compiler.compile(new("hold@compile"), [NAME, "llguidance"])
             .result(WAIT)
@@ -183,9 +181,8 @@ def test_where_no_backend_could_the_error_names_each(compiler: Compiler) -> None
 
 def test_a_grammar_that_weighs_too_much_reaches_no_worker() -> None:
     words = Constraint.choice([f"{number}{'word' * 30}" for number in range(100)])
-    with _compiler(
-        seconds=20.0
-    ) as compiler:  # no time-out comes first on a busy machine
+    # no time-out comes first on a busy machine
+    with _compiler(seconds=20.0) as compiler:
         error = error_of(compiler, words, "llguidance")
     assert type(error) is ConstraintTooLarge
     assert "the compiled constraint takes" in str(error)
@@ -288,9 +285,8 @@ def test_a_fork_server_that_is_slow_is_not_killed(
         process.kill()
         psutil.wait_procs([process], timeout=WAIT)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "actors.compile_process.wait", lambda *_: []
-        )  # no answer comes in time
+        # no answer comes in time
+        patch.setattr("actors.compile_process.wait", lambda *_: [])
         patch.setattr(CompileProcess, "alive", False)
         future = compiler.compile(new(), [NAME])
         until(lambda: "does not answer" in caplog.text)

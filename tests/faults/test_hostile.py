@@ -171,9 +171,8 @@ def test_it_is_decided_as_listed_by_every_backend(
         )
 
 
-UNDERSTOOD = {
-    "vllm-35438-missing-json_schema"
-}  # a form that we take, as llama.cpp does: the schema beside the type
+# a form that we take, as llama.cpp does: the schema beside the type
+UNDERSTOOD = {"vllm-35438-missing-json_schema"}
 
 
 @pytest.mark.parametrize(

@@ -161,9 +161,8 @@ def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
     pool = RayPool(
         tiny_model.vocabulary, num_actors=2, max_replays=1, pool_wait=3.0
     ).started()
-    monkeypatch.setattr(
-        "actors.ray_pool.version", lambda _: "another"
-    )  # the next ones are refused
+    # the next ones are refused
+    monkeypatch.setattr("actors.ray_pool.version", lambda _: "another")
 
     def kill_all(engine: LLMEngine) -> None:
         kill_actors(pool)

@@ -91,10 +91,8 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 class TestEveryError:
     def test_every_class_is_in_the_table(self) -> None:
-        others = {
-            "guided_error",
-            "replica_died",
-        }  # the root, and that of Ray Serve's proxies
+        # the root, and that of Ray Serve's proxies
+        others = {"guided_error", "replica_died"}
         assert (
             errors_by_code(GuidedError).keys() - others == ERRORS.keys() - WITHOUT_CLASS
         )

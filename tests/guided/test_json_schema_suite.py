@@ -92,9 +92,8 @@ def shortest(text: str) -> float:
 @pytest.mark.skipif(
     not SUITE.exists(), reason="JSON-Schema-Test-Suite (shared/data) is not here"
 )
-@pytest.mark.parametrize(
-    "backend", ["auto", "xgrammar", "lm-format-enforcer"]
-)  # outlines compiles for minutes
+# outlines compiles for minutes
+@pytest.mark.parametrize("backend", ["auto", "xgrammar", "lm-format-enforcer"])
 @pytest.mark.parametrize("draft", list(DIALECTS))
 def test_json_schema_test_suite(
     draft: str, backend: str, capsys: pytest.CaptureFixture[str]

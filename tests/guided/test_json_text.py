@@ -60,9 +60,8 @@ def test_well_formed_text_is_read_as_by_python(
 def test_limits_are_exact(document: Any) -> None:
     text = json.dumps(document)
     values, depth = size(document)
-    empty = text.count("[]") + text.count(
-        "{}"
-    )  # an empty container counts as one that has a value
+    # an empty container counts as one that has a value
+    empty = text.count("[]") + text.count("{}")
     read(text, values + empty, max(depth, 1))
     if depth:
         with pytest.raises(JsonTooLarge, match=f"deeper than {depth - 1} levels"):

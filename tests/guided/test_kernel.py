@@ -210,10 +210,11 @@ def test_on_cuda_it_is_as_on_the_cpu(dtype: torch.dtype, rows: list[int]) -> Non
     pin_masks(segment, 2 * len(rows), on_gpu.device)
     assert pinned_end(segment.ctypes.data)
     segment[: len(rows)] = segment[-len(rows) :] = table
+    # pinned, and copied
     for lines in (
         np.arange(len(rows)),
         np.arange(len(segment) - len(rows), len(segment)),
-    ):  # pinned, and copied
+    ):
         masked_logits = on_gpu.clone()
         subject = BitmaskKernel()
         subject.apply(masked_logits, [(segment, lines)], rows)

@@ -505,11 +505,8 @@ def test_an_output_that_was_cut() -> None:
     assert (text, calls, parser.complete) == ("Hi", [("f", '{"a": "\\')], False)
     parser = OutputParser(tools=tool_format("qwen_3_5"), functions=[F])
     output = "Hi <tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>"
-    assert joined(parser.feed(output, finished=True)) == (
-        "",
-        "Hi",
-        [("f", "")],
-    )  # such arguments are known at the end
+    # such arguments are known at the end
+    assert joined(parser.feed(output, finished=True)) == ("", "Hi", [("f", "")])
     assert not parser.complete
     think = OutputParser(REASONING_FORMATS["think"], thinking=True)
     assert joined(think.feed("so </thi", finished=True))[0] == "so </thi"

@@ -113,12 +113,8 @@ def test_masks_follow_the_tokens(driver: Driver) -> None:
         Constraint.regex("ab+c"),
     )
     sequence = driver.open(grammar)
-    masks = {
-        "": "a",
-        "a": "b",
-        "ab": "bc",
-        "abbbc": ".",
-    }  # also after many tokens at once
+    # also after many tokens at once
+    masks = {"": "a", "a": "b", "ab": "bc", "abbbc": "."}
     assert {text: driver.mask(sequence, text) for text in masks} == masks
     driver.sequences[sequence].output_token_ids = [*tokens("abbbc"), STOP]
     assert driver.step(sequence) == ["."]

@@ -103,9 +103,8 @@ def test_64_mixed_requests_32_at_a_time(server: ServerProcess) -> None:
         if kind in adapter.kinds
     ]
     assert {kind for kind, _ in able} == set(KINDS)
-    able.remove(
-        ("json_object", "outlines")
-    )  # compiles for 2 s on a quiet machine: over its limit beside all others
+    # compiles for 2 s on a quiet machine: over its limit beside all others
+    able.remove(("json_object", "outlines"))
     able.remove(("grammar", "llguidance"))  # it reads Lark only, and this is GBNF
     guided = [(*able[number % len(able)], number) for number in range(48)]
     plain = [(None, None, number) for number in range(16)]

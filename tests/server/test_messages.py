@@ -487,9 +487,8 @@ class TestErrors:
         threaded = error_of(
             client.post(PATH, json={**ASK, "thread": {"type": "create"}}), 400
         )
-        assert (
-            threaded["details"]["error_code"] == "thread_unsupported_request"
-        )  # the client goes on without
+        # the client goes on without
+        assert threaded["details"]["error_code"] == "thread_unsupported_request"
         assert (
             error_of(client.post(f"{PATH}/count_tokens", json={}), 400)["type"]
             == "invalid_request_error"

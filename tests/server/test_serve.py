@@ -64,6 +64,5 @@ def test_sigterm_ends_a_server_with_threads_that_hang(server: ServerProcess) -> 
     server.stop(signal.SIGTERM)
     for each in clients:
         each.join()
-    wait_until(
-        lambda: "most recent call first" in "".join(server.log)
-    )  # the stacks of what hangs
+    # the stacks of what hangs
+    wait_until(lambda: "most recent call first" in "".join(server.log))

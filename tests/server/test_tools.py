@@ -585,9 +585,8 @@ def test_a_conversation_with_calls() -> None:
     )
     assert "<|user|><tool_response>3 <|end|>" in text
     assert "f(city: Rome|Oslo): does f" in text
-    assert (
-        ids.count(tokenizer.eos_token_id) == 4
-    )  # the system's text and three messages
+    # the system's text and three messages
+    assert ids.count(tokenizer.eos_token_id) == 4
 
 
 def test_calls_in_other_forms_are_the_same_conversation() -> None:

@@ -220,9 +220,8 @@ def test_a_processor_that_raises_ends_its_groups_only(
     )
     others = {name: value for name, value in said(found).items() if name not in failed}
     assert others == {name: expected[name] for name in others}, "byte for byte"
-    least, most = (
-        (1, 1) if method in RARE else (14 if all_rows else 6, 16)
-    )  # else all that had begun
+    # else all that had begun
+    least, most = (1, 1) if method in RARE else (14 if all_rows else 6, 16)
     assert not failed if method == "free" else least <= len(failed) <= most
     assert all_rows or not [name for name in failed if name.startswith("free")]
     engine.add_request("next", PROMPT, DIGITS)

@@ -267,9 +267,8 @@ class FaultyBackend(Backend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        if "ray" in sys.modules and (
-            path := os.environ.get("FAULTY_IMPORT")
-        ):  # in an actor
+        # in an actor
+        if "ray" in sys.modules and (path := os.environ.get("FAULTY_IMPORT")):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
                 _freeze("")

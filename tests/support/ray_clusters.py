@@ -68,13 +68,11 @@ def cluster_in(directory: str, **head: Any) -> Any:
 
     from actors import driver_process
 
-    driver_process._AGENT_PORTS.pop(
-        PROCESS_TYPE_RUNTIME_ENV_AGENT, None
-    )  # actors on other nodes have an environment
+    # actors on other nodes have an environment
+    driver_process._AGENT_PORTS.pop(PROCESS_TYPE_RUNTIME_ENV_AGENT, None)
     driver_process._leave_out_processes()
-    os.makedirs(
-        os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True
-    )  # Ray writes there
+    # Ray writes there
+    os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)
     quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
     return Cluster(initialize_head=True, head_node_args={**quiet, **head})
 

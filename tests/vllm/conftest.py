@@ -30,10 +30,8 @@ ENVIRONMENT = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "default")  # warnings of vLLM itself
-    for (
-        name,
-        value,
-    ) in ENVIRONMENT.items():  # read when vLLM is imported, which is later
+    # read when vLLM is imported, which is later
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 

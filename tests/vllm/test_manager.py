@@ -99,12 +99,8 @@ def schedule_asynchronously(patched: pytest.MonkeyPatch) -> None:
     """Have vLLM schedule a step before it has the tokens of the one before, as it does
     on GPUs, but not on CPUs."""
     fake_device.use(patched.setattr)
-    for name in (
-        "Event",
-        "Stream",
-        "current_stream",
-        "stream",
-    ):  # a CPU computes in the order of the calls
+    # a CPU computes in the order of the calls
+    for name in ("Event", "Stream", "current_stream", "stream"):
         patched.setattr(torch.cuda, name, MagicMock())
 
 
@@ -492,9 +488,8 @@ class TestStart:
             def compile(self, *arguments: Any) -> Any:
                 raise PoolUnavailable("told to fail")
 
-        monkeypatch.setattr(
-            "guided.integrations.vllm.manager.find_pool", find_pool
-        )  # `host` replaces it
+        # `host` replaces it
+        monkeypatch.setattr("guided.integrations.vllm.manager.find_pool", find_pool)
         monkeypatch.setattr("actors.RayPool", SlowPool, raising=False)
         monkeypatch.setattr(
             "guided.integrations.vllm.manager.model_vocabulary", lambda config: LETTERS

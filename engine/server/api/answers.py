@@ -222,9 +222,8 @@ class ChoicesAnswer(Answer):
     ) -> JsonObject:
         """Build the fields that report on the tokens `which`: `logprobs`, `token_ids`,
         `masks`."""
-        in_text = which.indices(
-            len(output.token_ids) - output.ends_with_stop_token
-        )  # as OpenAI: without the end token
+        # as OpenAI: without the end token
+        in_text = which.indices(len(output.token_ids) - output.ends_with_stop_token)
         fields: JsonObject = {"logprobs": self.logprobs(index, output, slice(*in_text))}
         if self.job.reported.token_ids:
             fields["token_ids"] = output.token_ids[which]

@@ -135,9 +135,8 @@ def _jobs(
         limit = body.max_tokens
     check_size(context, body, 1, limit, logprobs)
     prompt = encode_body(context, body, body.messages)
-    body = body.model_copy(
-        update={"messages": []}
-    )  # the generator keeps the body, which may be large
+    # the generator keeps the body, which may be large
+    body = body.model_copy(update={"messages": []})
     refused: dict[str, list[str]] = {}
     tries = 0
     while True:

@@ -144,9 +144,8 @@ class _TextAnswer(ChoicesAnswer):
             return None
         rows = [row for row in output.logprobs[which] if row is not None]
         offsets = [self._places[index].add(token) for token in output.token_ids[which]]
-        if (
-            output.finish_reason is not None
-        ):  # stop strings and incomplete characters are not in the text
+        # stop strings and incomplete characters are not in the text
+        if output.finish_reason is not None:
             offsets = [min(offset, len(output.text)) for offset in offsets]
         return {
             "tokens": [self.written(token) for token in output.token_ids[which]],

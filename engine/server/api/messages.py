@@ -289,9 +289,8 @@ def _job(body: CountTokensRequest, request: Request, context: ServerContext) -> 
         message = (
             "the server stores no conversations: send all messages, without thread"
         )
-        raise InvalidRequest(
-            message, param="thread", code="thread_unsupported_request"
-        )  # clients then send all
+        # clients then send all
+        raise InvalidRequest(message, param="thread", code="thread_unsupported_request")
     names = request.state.field_names
     names |= {"prompt": "messages", "stop": "stop_sequences"}
     config = body.output_config or OutputConfig()
@@ -369,9 +368,8 @@ class _MessageAnswer(PartsAnswer):
         block = self.parts[-1]
         match self.open.kind:
             case "call":
-                with contextlib.suppress(
-                    ValueError, RecursionError
-                ):  # a call that was cut off has no input
+                # a call that was cut off has no input
+                with contextlib.suppress(ValueError, RecursionError):
                     block["input"] = json.loads(self.text)
             case "reasoning":
                 # Clients drop thoughts without a signature. The server does not read

@@ -183,9 +183,8 @@ def get_version() -> dict[str, str]:
 def list_models(context: Context) -> JsonObject:
     """List the served model, as Ollama does."""
     name = context.settings.model_name
-    digest = hashlib.sha256(
-        name.encode()
-    ).hexdigest()  # clients show its first characters
+    # clients show its first characters
+    digest = hashlib.sha256(name.encode()).hexdigest()
     return {
         "models": [
             {"name": name, "model": name, "digest": digest, **_described(context)}
@@ -257,9 +256,8 @@ class _OllamaAnswer(PartsAnswer):
 
     def close(self, completion: CompletionOutput | None) -> Events:
         if self.open.kind == "call":
-            with contextlib.suppress(
-                ValueError, RecursionError
-            ):  # a call that was cut off is left out
+            # a call that was cut off is left out
+            with contextlib.suppress(ValueError, RecursionError):
                 function = {"name": self.open.text, "arguments": json.loads(self.text)}
                 self.parts.append(
                     {

@@ -94,10 +94,8 @@ def check(
         open_objects = False
     with reported("check", 2):
         backend = resolve(backend)
-        from guided.check.check import (
-            check_all,
-            vocabulary_of,
-        )  # slow: the grammar libraries
+        # slow: the grammar libraries
+        from guided.check.check import check_all, vocabulary_of
 
         for report in check_all(
             texts,

@@ -18,9 +18,8 @@ def serve(**values: Any) -> None:
     """
     with reported("serve", 1):
         options = take_api_key(options_of(values))
-        with listener_on(
-            options.host, options.port
-        ) as listener:  # a port in use is reported at once
+        # a port in use is reported at once
+        with listener_on(options.host, options.port) as listener:
             check_names(options)
             if options.ray.address is None and options.ray.placement not in (
                 "local",

@@ -72,9 +72,8 @@ class Snapshot:
         now = time.monotonic()
         samples: dict[tuple[str, str], float] = {}
         try:
-            health = httpx.get(
-                f"{url.rstrip('/')}/health", timeout=_SECONDS
-            ).json()  # a status of 503 also has a body
+            # a status of 503 also has a body
+            health = httpx.get(f"{url.rstrip('/')}/health", timeout=_SECONDS).json()
             metrics = (
                 httpx.get(f"{url.rstrip('/')}/metrics", timeout=_SECONDS)
                 .raise_for_status()

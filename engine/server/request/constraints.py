@@ -167,9 +167,8 @@ def _response_format(chosen: ResponseFormat, path: str) -> Iterator[GivenConstra
     missing = chosen.type == "json_schema" and not given
     for row in given:
         value = getattr(chosen, row.attribute)
-        schema = getattr(
-            value, "schema_", value
-        )  # the field `json_schema` is an object with the schema
+        # the field `json_schema` is an object with the schema
+        schema = getattr(value, "schema_", value)
         missing = missing or schema is None
         field = path  # as in OpenAI's errors about the schema
         if len(given) > 1:

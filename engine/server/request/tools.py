@@ -74,9 +74,8 @@ def requested_calls(
         }
         parameters = _parameters(tool, field, faults, **options)
         if (pattern := tool.input_grammar("regex")) is not None:
-            parse(
-                pattern, param=field, lookaheads=False
-            )  # raises if the regex can't be enforced
+            # raises if the regex can't be enforced
+            parse(pattern, param=field, lookaheads=False)
         text = None
         if (lark := tool.input_grammar("lark")) is not None:
             text = _text_constraint(lark, field, tool_format)

@@ -136,9 +136,8 @@ class LLGuidanceBackend(Backend):
         if content.kind == "grammar":
             from guided.backends.grammar import check_lark
 
-            self._grammar(
-                content, self._source(content)[0]
-            )  # its errors point to this content
+            # its errors point to this content
+            self._grammar(content, self._source(content)[0])
             return {"lark_grammar": check_lark(content.source)}, []
         source, checked = self._source(content)
         return json.loads(source)["grammars"][0], checked

@@ -89,9 +89,8 @@ class LLGuidanceLowering(SchemaLowering):
         lengths = only(schema, "minLength", "maxLength")
         pattern = schema.get("pattern", "")
         if pattern and lengths:
-            with suppress(
-                InvalidConstraint
-            ):  # for the library, each state of the pattern has each length
+            # for the library, each state of the pattern has each length
+            with suppress(InvalidConstraint):
                 pattern = pattern_of(schema)
                 lengths = {}
         lowered: JsonObject = {"type": "string", **lengths}
@@ -135,9 +134,8 @@ class LLGuidanceLowering(SchemaLowering):
         has_multiple = "multipleOf" in schema
         if has_multiple and self._merges:
             raise self.refusal(schema, "multipleOf", " next to 'allOf'")
-        if (
-            has_multiple and numbers.are_few
-        ):  # the library's own check that there is one is not exact
+        # the library's own check that there is one is not exact
+        if has_multiple and numbers.are_few:
             return {"enum": list(map(numbers.value, numbers.units))}
         options: list[JsonObject] = []
         for decimals in range(numbers.decimals + 1):
@@ -336,9 +334,8 @@ def _is_exact(value: float) -> bool:
     return is_short and abs(value) < EXACT
 
 
-@lru_cache(
-    maxsize=256
-)  # the functions of one request have many properties with the same format
+# the functions of one request have many properties with the same format
+@lru_cache(maxsize=256)
 def _common_pattern(pattern: str) -> str:
     """Return `pattern` in the common subset, without control characters.
 

@@ -151,9 +151,8 @@ class TagGrammar:
             rest = ()
         try:
             heads = [head for option in options for head in self._heads((option,))]
-        except (
-            UnsupportedConstraint
-        ):  # one option begins with something other than a literal
+        except UnsupportedConstraint:
+            # one option begins with something other than a literal
             expression = _any(self._series((option,)) for option in options)
         else:
             expression = self._factored(heads)

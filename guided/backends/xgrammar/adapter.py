@@ -194,9 +194,8 @@ def _corrected(grammar: str, schema: XGrammarLowering) -> str:
     mistakes = [(r"(?m)^basic_escape ::= .*$", f"basic_escape ::= {escapes}")]
     if schema.open_names and schema.distinct_names:
         grammar = _with_other_names(grammar)
-    if (
-        schema.lengths
-    ):  # no escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s
+    # no escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s
+    if schema.lengths:
         mistakes.append((re.escape(r"[^\"\\\r\n]"), r"[^\0-\x1f\"\\]"))
     for rule, right in mistakes:
         if not re.search(rule, grammar):

@@ -40,9 +40,8 @@ def activate() -> None:
     check_version(vllm.__version__, forced=switch == "force")
     for name in ("guided", "actors"):
         ours = logging.getLogger(name)
-        if (
-            not ours.hasHandlers()
-        ):  # the application has not configured it: write where vLLM writes
+        # the application has not configured it: write where vLLM writes
+        if not ours.hasHandlers():
             ours.handlers = list(logging.getLogger("vllm").handlers)
             ours.setLevel(logging.getLogger("vllm").level)
     import vllm.v1.engine.core

@@ -213,9 +213,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 ),
                 None,
             )
-            if (
-                invalid is not None
-            ):  # vLLM counts the drafts before the first -1 as acceptable
+            # vLLM counts the drafts before the first -1 as acceptable
+            if invalid is not None:
                 scheduled_spec_decode_tokens[request_id] = [
                     *drafts[:invalid],
                     *[-1] * (len(drafts) - invalid),
@@ -391,13 +390,11 @@ def open_pool(config: VllmConfig) -> MaskPool:
     )
     options = {"pool": "ray", **(additional.get("guided") or {})}
     if options["pool"] == "ray":
-        options.setdefault(
-            "max_replays", 2
-        )  # vLLM has no finish reason for another request's fault
+        # vLLM has no finish reason for another request's fault
+        options.setdefault("max_replays", 2)
         if config.parallel_config.distributed_executor_backend == "ray":
-            options.setdefault(
-                "address", "auto"
-            )  # the cluster that vLLM itself runs on
+            # the cluster that vLLM itself runs on
+            options.setdefault("address", "auto")
     return find_pool(options.pop("pool"), options)(model_vocabulary(config))
 
 
@@ -418,9 +415,8 @@ def _start_pool(options: RayPoolOptions, vocabulary: Vocabulary) -> MaskPool:
     vLLM accepts requests only after this: while they wait, vLLM's processes poll, and
     Ray would start too slowly.
     """
-    pool: Any = import_module("actors").RayPool(
-        vocabulary, options
-    )  # `guided` needs no Ray
+    # `guided` needs no Ray
+    pool: Any = import_module("actors").RayPool(vocabulary, options)
     try:
         pool.started()
     except PoolUnavailable as error:
@@ -439,9 +435,8 @@ def model_vocabulary(config: VllmConfig) -> Vocabulary:
         raise InvalidRequest(
             "guided's structured outputs need the tokenizer: start vLLM without --skip-tokenizer-init"
         )
-    tokenizer = getattr(
-        tokenizer, "transformers_tokenizer", tokenizer
-    )  # vLLM's class for Mistral models wraps it
+    # vLLM's class for Mistral models wraps it
+    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)
     others = (model.try_get_generation_config() or {}).get("eos_token_id")
     stops = [
         tokenizer.eos_token_id,
@@ -464,13 +459,11 @@ class _GuidedScheduling:
     kv_holding_waiting: Any  # the queue of waiting requests that keep their blocks
     kv_cache_manager: Any
     has_mamba_layers: bool
-    grammar_compile_error_reqs: dict[
-        str, RequestError
-    ]  # vLLM ends these with their errors, after this step
+    # vLLM ends these with their errors, after this step
+    grammar_compile_error_reqs: dict[str, RequestError]
     prev_step_scheduled_req_ids: set[str]
-    reset_preempted_req_ids: set[
-        str
-    ]  # the workers forget these, and get all tokens when one continues
+    # the workers forget these, and get all tokens when one continues
+    reset_preempted_req_ids: set[str]
     _preempt_request: Any
     scheduler_config: Any
     _held_back: set[str]  # late requests that still wait for their masks
@@ -508,9 +501,8 @@ class _GuidedScheduling:
                 return False
             self._may_guess = False
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-            request.status = (
-                RequestStatus.WAITING
-            )  # its prompt can be computed without the grammar
+            # its prompt can be computed without the grammar
+            request.status = RequestStatus.WAITING
         ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
         return ready
 
@@ -533,9 +525,8 @@ class _GuidedScheduling:
         # such list.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
         computed = request.num_tokens - 1
-        if (
-            computed == 0 or self.has_mamba_layers
-        ):  # a recurrent state can't go back by one token
+        # a recurrent state can't go back by one token
+        if computed == 0 or self.has_mamba_layers:
             self._preempt_request(request, time.monotonic(), True)
             return
         request.status = RequestStatus.PREEMPTED

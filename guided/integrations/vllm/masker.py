@@ -193,9 +193,8 @@ class Masker:
             )
         sequence = request.sequences[drafts]
         sequence.output_token_ids = row.token_ids
-        if (
-            drafts
-        ):  # this sequence's last draft tokens may have been replaced by other tokens
+        # this sequence's last draft tokens may have been replaced by other tokens
+        if drafts:
             self._processor.rollback(
                 sequence.sequence_id, request.committed.get(drafts, 0)
             )
@@ -247,9 +246,8 @@ class Masker:
         for sequence_id, error in report.failed.items():
             row = self._prepared[sequence_id]
             if row.drafts and isinstance(error, TokenRejected):
-                self._discarded.add(
-                    row.line
-                )  # vLLM rejects the draft token in the row before
+                # vLLM rejects the draft token in the row before
+                self._discarded.add(row.line)
                 self._number += 1  # the sequence is opened again
             else:
                 self.fail(row.request, error)

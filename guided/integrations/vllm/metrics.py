@@ -76,9 +76,8 @@ class _Pools(Collector):
         ]:
             with contextlib.suppress(OSError):  # it has ended
                 for file in Path(f"/proc/{pid}/fd").iterdir():
-                    with contextlib.suppress(
-                        OSError, ValueError
-                    ):  # it was closed, or is being written
+                    # it was closed, or is being written
+                    with contextlib.suppress(OSError, ValueError):
                         if file.readlink().name.startswith(f"memfd:{_NAME}"):
                             pools.append(
                                 msgspec.json.decode(file.read_bytes(), type=PoolStatus)

@@ -151,10 +151,8 @@ def guided_params(
         "thinking_token_budget": params.thinking_token_budget is not None,
         "trace_decode_token_ids": bool(params.trace_decode_token_ids),
     }
-    for (
-        name,
-        given,
-    ) in overwriting.items():  # they overwrite masks, or change where an output ends
+    # they overwrite masks, or change where an output ends
+    for name, given in overwriting.items():
         if given:
             raise InvalidRequest(
                 f"{name} can't be kept beside a constraint: leave one of the two out",

@@ -478,9 +478,8 @@ def test_answers_about_others_and_garbage_change_nothing(cluster: Cluster) -> No
         Failed(-1, version, error),
     ]
     for message in (*map(encode, wrong), WAKE, b"\xc1garbled"):
-        send_package(
-            actor.pair.end, message
-        )  # the server's thread is in a mask: the socket is free
+        # the server's thread is in a mask: the socket is free
+        send_package(actor.pair.end, message)
     assert cluster.collect(0.2) == ["late", "ax"]
 
 
@@ -539,11 +538,8 @@ def test_whatever_happens_a_ready_row_is_the_mask_of_its_output(
                 isinstance(a, GuidedError) or a in ("late", b)
                 for a, b in zip(found, wanted, strict=True)
             )
-            if not all_ready(found) or set(found) & {
-                "cd",
-                "z",
-                ".",
-            }:  # the next output may be none of `wants`
+            # the next output may be none of `wants`
+            if not all_ready(found) or set(found) & {"cd", "z", "."}:
                 return
             for row, outcome in zip(rows, found, strict=True):
                 row.output_token_ids = [*row.output_token_ids, tokens(str(outcome))[0]]

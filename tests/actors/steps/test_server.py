@@ -261,9 +261,8 @@ def stick(peer: Peer, slow: SlowGrammar, other: str = "g") -> None:
 
 def test_quick_rows_do_not_wait_for_a_slow_one(either: Peer, slow: SlowGrammar) -> None:
     stick(either, slow)
-    until(
-        lambda: 0 in either.table.mark["busy"]
-    )  # the mark names the slot of each thread
+    # the mark names the slot of each thread
+    until(lambda: 0 in either.table.mark["busy"])
     either.send(either.open(1), either.open(2, "a"))
     assert either.wait(1) == "ax"
     assert either.wait(2) == "bc"
@@ -353,9 +352,8 @@ def test_a_heartbeat_that_is_starved_blames_no_row(
 
     def times(_: object) -> tuple[float, float]:
         waited = time.monotonic() - since
-        if (
-            threading.get_native_id() == heart and next(calls) == 4 * 3
-        ):  # the last of its third heartbeat
+        # the last of its third heartbeat
+        if threading.get_native_id() == heart and next(calls) == 4 * 3:
             time.sleep(1.0)
         return 0.0, waited
 
@@ -427,9 +425,8 @@ def test_rows_of_a_grammar_of_the_second_thread_are_all_filled() -> None:
 def test_slow_and_quick_rows_of_one_grammar_are_all_filled(
     peer: Peer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "actors.server.SLOW_SECONDS", 5e-5
-    )  # what a row takes: some are slow, some are quick
+    # what a row takes: some are slow, some are quick
+    monkeypatch.setattr("actors.server.SLOW_SECONDS", 5e-5)
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)  # threads interrupt each other everywhere
     slots = range(8)

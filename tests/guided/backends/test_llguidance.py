@@ -82,9 +82,8 @@ def test_sixty_levels_of_objects() -> None:
         nullable = {"type": ["object", "null"], "properties": {"a": nullable}}
     grammar = LLGuidanceBackend(BYTES).compile(Constraint.json_schema(schema))
     assert accepts(grammar, '{"a":' * 59 + "1" + "}" * 59)
-    with pytest.raises(
-        UnsupportedConstraint, match="recursion limit"
-    ):  # two more levels for each
+    # two more levels for each
+    with pytest.raises(UnsupportedConstraint, match="recursion limit"):
         LLGuidanceBackend(BYTES).compile(Constraint.json_schema(nullable))
 
 

@@ -64,17 +64,15 @@ def text_near(bound: Decimal, rng: random.Random) -> str:
 @st.composite
 def schemas(draw: st.DrawFn) -> dict[str, Any]:
     """A number with a lower or an upper bound, or `multipleOf`, or several of them."""
-    bounds = sorted(
-        draw(st.sets(st.integers(-20_000, 20_000), min_size=2, max_size=2))
-    )  # equal ones become a constant
+    # equal ones become a constant
+    bounds = sorted(draw(st.sets(st.integers(-20_000, 20_000), min_size=2, max_size=2)))
     scale = 10 ** draw(st.integers(0, 4))
     schema: dict[str, Any] = {"type": "number"}
     for names, bound in zip((LOWER, UPPER), bounds, strict=True):
         if keyword := draw(st.sampled_from((*names, None))):
             schema[keyword] = bound / scale
-    if len(schema) == 1 or draw(
-        st.booleans()
-    ):  # without keywords, a number may be 1E362035742380
+    # without keywords, a number may be 1E362035742380
+    if len(schema) == 1 or draw(st.booleans()):
         schema["multipleOf"] = draw(st.sampled_from(MULTIPLES))
     return schema
 

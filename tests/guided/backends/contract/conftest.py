@@ -37,10 +37,8 @@ def grammar(backends: Backends, backend: str, case: Case) -> CompiledGrammar:
         try:
             _compiled[key] = backends[backend].compile(case.constraint)
         except UnsupportedConstraint as refusal:
-            if case.name in (
-                "lark",
-                "gbnf",
-            ):  # a backend with grammars may read one notation only
+            # a backend with grammars may read one notation only
+            if case.name in ("lark", "gbnf"):
                 pytest.skip(str(refusal))
             raise
     return _compiled[key]

@@ -193,9 +193,8 @@ def test_the_engine_reads_the_validated_constraint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = GuidedParams(Constraint.json_schema(SCHEMA, whitespace=" ?"), "xgrammar")
-    monkeypatch.setattr(
-        "guided.schema.document.parse", None
-    )  # it is not validated again
+    # it is not validated again
+    monkeypatch.setattr("guided.schema.document.parse", None)
     assert GuidedParams.from_text(given.to_text()) == given
     for text in (None, "xgrammar"):
         with pytest.raises(InternalError):
