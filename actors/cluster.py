@@ -197,6 +197,8 @@ class Cluster:
                 return Driver(stopping, *_local())
             except PoolUnavailable as error:
                 # a busy machine may be too slow for Ray's own time limits
+                if stopping.is_set():
+                    raise
                 _log.warning("Ray did not start: %s; trying once more", error)
                 return Driver(stopping, *_local())
         if address == "auto":

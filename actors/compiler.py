@@ -121,9 +121,12 @@ class Compiler:
         what has waited too long."""
         warm_since = time.monotonic()
         while not self._closing.wait(TICK_SECONDS):
+            with self._lock:
+                self._start_next()
             try:
                 self._processes.keep(is_quiet=not self._queue.running)
-            except OSError as error:  # this thread must not end: it would take all compile processes with it
+            except OSError as error:
+                # This thread must not end: it would take all compile processes with it.
                 _log.error(
                     "cannot start a fork server of the compile processes, will try again: %s",
                     error,
@@ -145,18 +148,19 @@ class Compiler:
         )
 
     def _start_next(self) -> None:
-        """Start the constraint whose turn it is, if a process is free for it. With the
-        lock."""
-        if len(self._queue.running) < self._most:
+        """Start the constraints whose turn it is, while processes are free for them.
+        With the lock."""
+        while len(self._queue.running) < self._most:
             task = self._queue.take()
-            if task is not None:
-                try:
-                    threading.Thread(
-                        target=self._work, args=(task,), daemon=True
-                    ).start()
-                except RuntimeError as error:  # too many threads: it waits for the next one that starts, or expires
-                    _log.error("a constraint is not compiled now: %s", error)
-                    self._queue.put_back(task)
+            if task is None:
+                return
+            try:
+                threading.Thread(target=self._work, args=(task,), daemon=True).start()
+            except RuntimeError as error:
+                # Too many threads: it waits until one can be started, or expires.
+                _log.error("a constraint is not compiled now: %s", error)
+                self._queue.put_back(task)
+                return
 
     def _work(self, task: Task) -> None:
         """Body of a thread: compile a constraint."""

@@ -26,7 +26,7 @@ import ray
 from ray._private import node as ray_node
 from ray._private import ray_constants, services, utils
 from ray._raylet import PlacementGroupID
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -237,9 +237,14 @@ def _described(error: Exception) -> PoolUnavailable:
     """Return an error that the engine's process can unpickle."""
     if isinstance(error, PoolUnavailable):
         return error
-    return PoolUnavailable(
-        bounded(error.cause if isinstance(error, RayTaskError) else error)
-    )
+    why: object = error
+    if isinstance(error, RayTaskError):
+        why = error.cause
+    elif isinstance(error, RayActorError):
+        # Its cause stands at the end of a traceback.
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        why = lines[-1].strip() if lines else error
+    return PoolUnavailable(bounded(why))
 
 
 def _ray_options(placement: NodePlacement, cpus: float, index: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections import deque
 from dataclasses import dataclass
 from io import FileIO
@@ -80,7 +81,8 @@ _MARK = np.dtype(
         ("beat", "f8"),
         ("busy", "i4", len(ACTIVITIES)),
         ("heart", "i4"),
-    ]
+    ],
+    align=True,
 )
 _VETO = np.dtype([("length", "i4"), ("final", "i4"), ("keyword", "S24")])
 _COLUMNS: tuple[tuple[Any, ...], ...] = (
@@ -113,20 +115,21 @@ class Channel:
         """Return the table of the worker that connects. Nothing can connect after this.
 
         Raises:
-            OSError: no worker connected within `timeout` seconds, or a process of
-                another user did.
+            OSError: no worker of this user connected within `timeout` seconds.
         """
+        deadline = time.monotonic() + timeout
+        ends: list[socket.socket] = []
         with self._steps as listening:
-            listening.settimeout(timeout)
-            self._steps, self._grammars = (listening.accept()[0] for _ in range(2))
-        for end in (self._steps, self._grammars):
-            end.settimeout(timeout)
-            credentials = end.getsockopt(
-                socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-            )
-            # all users can see the address
-            if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
-                raise PermissionError("a process of another user has connected")
+            while len(ends) < 2:
+                listening.settimeout(max(0.001, deadline - time.monotonic()))
+                end, _ = listening.accept()
+                # all users can see the address
+                if _user(end) == os.getuid():
+                    end.settimeout(timeout)
+                    ends.append(end)
+                else:
+                    end.close()
+        self._steps, self._grammars = ends
         with FileIO(receive_descriptor(self._grammars)[1]) as memory:
             table = SlotTable.over(memory.fileno(), slots, words)
         self._steps.setblocking(False)
@@ -193,10 +196,20 @@ def connect(
             for _ in range(2)
         )
         steps.connect(_address(name))
+        if _user(steps) != os.getuid():
+            raise ConnectionRefusedError("the engine belongs to another user")
         grammars.connect(_address(name))
         socket.send_fds(grammars, [b"t"], [memory.fileno()])
         undo.pop_all()
     return steps, grammars, table
+
+
+def _user(end: socket.socket) -> int:
+    """Return the user of the process at the other end."""
+    size = _CREDENTIALS.size
+    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    user: int = _CREDENTIALS.unpack(credentials)[1]
+    return user
 
 
 def hang_up(end: socket.socket) -> None:

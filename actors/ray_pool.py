@@ -141,6 +141,10 @@ class RayPool(Dispatcher):
             and time.monotonic() < deadline
         ):
             time.sleep(_LOOK_SECONDS)
+        for worker in self.status().workers:
+            if worker.state == "starting":
+                text = "mask actor %d is not up yet: the pool begins without it"
+                _log.warning(text, worker.index)
         return self
 
     def note_state(self, error: PoolUnavailable | None) -> None:
