@@ -77,6 +77,7 @@ _REFUSED_MEMBERS = {
 _REFUSED_OPERATIONS = {
     "ASSERT": "lookaround",
     "ASSERT_NOT": "negative lookaround",
+    "FAILURE": "negative lookaround",  # an empty one, since Python 3.13
     "GROUPREF": "a backreference",
     "GROUPREF_EXISTS": "a conditional group",
     "ATOMIC_GROUP": "an atomic group",

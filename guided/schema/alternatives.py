@@ -93,7 +93,9 @@ class Alternatives:
         for values in filter(None, map(_values, [schema, *schema["allOf"]])):
             validator = Validator({**schema, "$schema": self._draft})
             kept = [value for value in values if validator.violation(value) is None]
-            return bool(kept) and {"enum": kept}
+            if kept:
+                return {"enum": kept}
+            return False
         return schema
 
     def of(

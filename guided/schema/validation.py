@@ -56,7 +56,7 @@ def fault(document: JsonObject, draft: str) -> tuple[str, list[str | int]] | Non
         path = list(error.instance_path)
         keyword = next((part for part in reversed(path) if isinstance(part, str)), "")
         if keyword == "type":
-            return _type_fault(error.instance), path
+            return _type_fault(error.instance, is_member=path[-1] != "type"), path
         if keyword == "items" and isinstance(error.instance, list):
             return (
                 "'items' is no list since 2020-12: a tuple is 'prefixItems', or '$schema' names an older draft",
@@ -79,9 +79,9 @@ def _innermost(error: jsonschema_rs.ValidationError) -> jsonschema_rs.Validation
     return error
 
 
-def _type_fault(named: Any) -> str:
-    """Return what is wrong with a `type`, or with a name in a list of types."""
-    if isinstance(named, list):
+def _type_fault(named: Any, is_member: bool) -> str:
+    """Return what is wrong with a `type`, or with a member of a list of types."""
+    if isinstance(named, list) and not is_member:
         return "'type' is an empty list, or names a type twice"
     known = f"it is one of {', '.join(_TYPES)}"
     for near in difflib.get_close_matches(str(named)[:60], _TYPES, n=1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import regex as unicode_regex
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.regex import parser
 from guided.regex.parser import parse, parse_search
 from guided.regex.tree import Node, render
 
@@ -227,3 +229,19 @@ def test_properties_and_code_points_that_do_not_exist(pattern: str) -> None:
     with pytest.raises(InvalidConstraint) as caught:
         parse_ecma(pattern)
     assert not isinstance(caught.value, UnsupportedConstraint)
+
+
+def test_an_empty_lookahead_of_python_313_is_refused_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its parser names `(?!)` FAILURE."""
+    read = parser._sre.parse
+
+    def renamed(*arguments: Any, **named: Any) -> Any:
+        tree = read(*arguments, **named)
+        tree.data = [(parser._sre.FAILURE, ()) for _ in tree.data]
+        return tree
+
+    monkeypatch.setattr(parser._sre, "parse", renamed)
+    with pytest.raises(UnsupportedConstraint, match="negative lookaround"):
+        parse("a")
