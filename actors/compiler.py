@@ -148,8 +148,8 @@ class Compiler:
         )
 
     def _start_next(self) -> None:
-        """Start the constraints whose turn it is, while processes are free for them.
-        With the lock."""
+        """Start the next constraints, while processes are free for them. With the
+        lock."""
         while len(self._queue.running) < self._most:
             task = self._queue.take()
             if task is None:

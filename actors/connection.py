@@ -66,10 +66,6 @@ class SequenceState:
     """Why it is over."""
 
     @property
-    def request_id(self) -> str:
-        return self.sequence.request_id
-
-    @property
     def is_ready(self) -> bool:
         """The mask after all output tokens that were sent is in the worker's table."""
         if self.worker is None:

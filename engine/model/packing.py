@@ -1,9 +1,8 @@
 """Packed weights of a model on a CPU: oneDNN multiplies a matrix faster in its own
 layout.
 
-torch converts a weight to its library's layout in each call. A large matrix that is
-converted once, as torch's inductor does with frozen weights, takes about half of the
-time with a batch of 8 to 32 rows.
+torch converts a weight to its library's layout in each call. Here, as in torch's
+inductor with frozen weights, a large weight is converted once.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Sampler:
         read = _start_reading(torch.stack((chosen, is_finite)))
         if launch is not None and not unsampled and not self._adjustments.reads(batch):
             launch(chosen)
-        token_ids, finite = read()  # the step's one synchronisation
+        token_ids, finite = read()  # waits for the device
         output = SamplerOutput(token_ids, unsampled)
         output.broken = [
             row

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from thread_cluster import ConnectedPair
 
 from actors.packages import receive
-from actors.protocol import Channel, SlotTable, connect, create_table
+from actors.protocol import Channel, SlotTable, _address, connect, create_table
 
 
 def test_the_end_of_the_other_side_is_noticed() -> None:
@@ -86,3 +88,41 @@ def test_the_table_cannot_be_shrunk() -> None:
     _, memory = create_table(2, 2)
     with memory, pytest.raises(PermissionError):
         memory.truncate(10)
+
+
+def test_connections_of_another_user_are_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All users can see the address. The first connection is the other user's."""
+    channel = Channel()
+    engine = threading.current_thread()
+    users = iter([os.getuid() + 1])
+
+    def user(end: socket.socket) -> int:
+        if threading.current_thread() is engine:
+            return next(users, os.getuid())
+        return os.getuid()
+
+    monkeypatch.setattr("actors.protocol._user", user)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.connect(_address(channel.name))
+        with ThreadPoolExecutor() as threads:
+            worker = threads.submit(connect, channel.name, 2, 2)
+            table = channel.accept(10, 2, 2)
+            end, grammars, theirs = worker.result()
+        theirs.tokens[1] = 7
+        assert table.tokens[1] == 7
+        assert other.recv(1) == b""
+    end.close()
+    grammars.close()
+    channel.close()
+
+
+def test_a_worker_of_another_user_does_not_connect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    channel = Channel()
+    monkeypatch.setattr("actors.protocol._user", lambda end: os.getuid() + 1)
+    with pytest.raises(ConnectionRefusedError):
+        connect(channel.name, 2, 2)
+    channel.close()
